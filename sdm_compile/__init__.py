@@ -1,0 +1,29 @@
+"""Sparse Delta Memory as first-class PyTorch: `torch.library` ops, a layer, and a small language model."""
+
+from .config import SparseDeltaMemoryConfig
+from .layer import SparseDeltaMemory
+from .ops import (
+    UnsupportedConfigurationError,
+    last_dispatch,
+    product_key_topk,
+    repeated_write_slots,
+    sdm_decode_step,
+    sdm_write_read,
+    sdm_write_read_,
+)
+from .state import SDMState
+
+__all__ = [
+    "SDMState",
+    "SparseDeltaMemory",
+    "SparseDeltaMemoryConfig",
+    "UnsupportedConfigurationError",
+    "last_dispatch",
+    "product_key_topk",
+    "repeated_write_slots",
+    "sdm_decode_step",
+    "sdm_write_read",
+    "sdm_write_read_",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,86 @@
+"""Checkpoints of a training run: one safetensors file that holds everything a resumed run needs.
+
+The file's metadata carries a format version and, as JSON, the model's sizes, the training settings and where the run
+stands. It is written beside its final name and then renamed, so a checkpoint is always a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .lm import LMConfig
+from .training import TrainConfig
+
+FORMAT = "sdm_compile.lm"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training run at rest.
+
+    Args:
+        model, training: the run's sizes and settings.
+        step: number of optimizer steps done.
+        start_bits: validation bits per byte before the first step, None if they were not measured yet.
+        digest: of the text that the run learns from.
+        tensors: those of Trainer.tensors().
+    """
+
+    model: LMConfig
+    training: TrainConfig
+    step: int
+    start_bits: float | None
+    digest: str
+    tensors: dict[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Writes the file, replacing an older one in a single move."""
+        run = {name: getattr(self, name) for name in ("step", "start_bits", "digest")}
+        run |= {"model": asdict(self.model), "training": asdict(self.training)}
+        metadata = {"format": FORMAT, "format_version": str(VERSION), "run": json.dumps(run)}
+        data = save({name: tensor.contiguous() for name, tensor in self.tensors.items()}, metadata)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Checkpoint:
+        """Reads a checkpoint, its tensors on the CPU.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: the file is not a checkpoint, or is of another format version.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        with file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path} is not a language model checkpoint of this package")
+            if metadata["format_version"] != str(VERSION):
+                raise ValueError(f"{path} has format version {metadata['format_version']}; this one reads {VERSION}")
+            run = json.loads(metadata["run"])
+            model = LMConfig(**run.pop("model"))
+            training = run.pop("training")
+            training = TrainConfig(**training | {"text": tuple(training["text"])})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        return cls(model=model, training=training, tensors=tensors, **run)

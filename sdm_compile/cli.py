@@ -1,0 +1,304 @@
+"""The command line: `python -m sdm_compile [train | generate | doctor]`; without arguments, the main job: `train`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .checkpoint import Checkpoint
+from .doctor import examine
+from .generation import TextStream, decode_differences, generate
+from .lm import LanguageModel, LMConfig
+from .machine import describe_device, pick_device, why_not_compile
+from .text import Corpus
+from .training import Forward, TrainConfig, Trainer, evaluate, load_model
+
+CHECKPOINT = "checkpoint.safetensors"
+INTERRUPTED = 130  # the exit status that shells give a process ended by Ctrl-C
+SAMPLE_PROMPT = "The "
+
+# Every setting of a run is an option of `train`, named like its field; this is what --help says of each.
+TRAINING_HELP = {
+    "steps": "optimizer steps",
+    "batch": "windows per step",
+    "length": "bytes per window",
+    "lr": "highest learning rate",
+    "warmup": "steps until the highest learning rate",
+    "weight_decay": "weight decay of the matrices",
+    "seed": "of the initial weights and of the windows",
+}
+MODEL_HELP = {
+    "dim": "width of the model",
+    "num_layers": "number of blocks",
+    "hidden_dim": "width of the MLPs",
+    "conv_width": "tokens that the convolution sees",
+    "num_heads": "heads of an SDM layer",
+    "slots_per_head": "memory slots of a head, a square",
+    "num_writes": "slots that a token writes in each head",
+    "num_reads": "slots that a token reads in each head",
+    "chunk_size": "tokens computed together",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit status.
+
+    Args:
+        argv: the arguments; None for the process's own.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(arguments or ["train"])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # generated text may hold what the terminal cannot show
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sdm_compile",
+        description="A small byte-level language model of Sparse Delta Memory layers. "
+        "Without arguments: train it with the default settings.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="train | generate | doctor")
+    _add_train(commands)
+    _add_generate(commands)
+    command = commands.add_parser(
+        "doctor",
+        help="say what this machine has and check the ops on it",
+        description="Says what this machine has and which route each op takes on it, and checks the ops against the "
+        "reference. The exit status is 0 where they agree and 1 where they do not.",
+    )
+    command.add_argument("--device", help="where to check the ops (default: cpu)")
+    command.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    command = commands.add_parser(
+        "train",
+        help="train a model, generate a sample, report",
+        description="Trains a model on text, generates a sample token by token, checks that decoding equals the full "
+        "forward, and prints one summary line. Ctrl-C leaves a checkpoint, which --resume continues from.",
+    )
+    add = command.add_argument
+    add("--out", type=Path, default=Path("sdm-run"), help="folder of the checkpoint (default: %(default)s)")
+    add("--resume", action="store_true", help="go on from the checkpoint; only --steps may be changed")
+    add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (default: %(default)s)")
+    add("--sample", type=int, default=200, metavar="N", help="bytes of the sample (default: %(default)s)")
+    add("--no-compile", action="store_true", help="run without torch.compile")
+    add("--device", help="where to run (default: cpu)")
+    settings = command.add_argument_group("training settings")
+    settings.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="text to learn from, its last tenth kept for validation (default: the help topics that Python carries)",
+    )
+    _add_fields(settings, TrainConfig, TRAINING_HELP)
+    _add_fields(command.add_argument_group("model settings"), LMConfig, MODEL_HELP)
+    command.set_defaults(run=_train)
+
+
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser(
+        "generate",
+        help="continue a text with a trained model",
+        description="Continues a text with a trained model, shown byte by byte as it is made.",
+    )
+    add = command.add_argument
+    add("--checkpoint", type=Path, default=Path("sdm-run", CHECKPOINT), help="file to load (default: %(default)s)")
+    add("--prompt", default=SAMPLE_PROMPT, help="text to continue (default: %(default)r)")
+    add("--max-tokens", type=int, default=400, metavar="N", help="bytes to generate at most (default: %(default)s)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default: %(default)s)")
+    add("--top-p", type=float, default=0.95, help="draw among the likeliest bytes of this total (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--compile", action="store_true", help="compile first, which pays for long texts")
+    add("--device", help="where to run (default: cpu)")
+    command.set_defaults(run=_generate)
+
+
+def _add_fields(group: Any, config: type, helps: dict[str, str]) -> None:
+    """One option per field; only those given end up in the parsed arguments."""
+    for field in fields(config):
+        if field.name in helps:
+            group.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=type(field.default),
+                default=argparse.SUPPRESS,
+                metavar="X" if isinstance(field.default, float) else "N",
+                help=f"{helps[field.name]} (default: {field.default})",
+            )
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Around what is asked of the user: a wrong setting or file ends the program with a message, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _forward(model: LanguageModel, compiled: bool) -> Forward:
+    """The model, compiled whole where that is wanted and possible."""
+    if not compiled:
+        return model
+    reason = why_not_compile()
+    if reason is not None:
+        print(f"{reason}: running uncompiled")
+        return model
+    return torch.compile(model, fullgraph=True, dynamic=False)
+
+
+def _train(args: argparse.Namespace) -> int:
+    path = args.out / CHECKPOINT
+    with _refusals():
+        trainer, corpus = _resumed_run(args, path) if args.resume else _new_run(args, path)
+    model, config = trainer.model, trainer.config
+    forward = _forward(model, not args.no_compile)
+    try:
+        if trainer.start_bits is None:
+            trainer.start_bits = evaluate(model, forward, corpus.validation, config.batch, config.length)
+        speed = _learn(trainer, corpus, forward, path, args.save_every)
+    except KeyboardInterrupt:
+        _checkpoint(trainer, corpus).save(path)
+        print(f"\nstopped after step {trainer.step}; --resume goes on from {path}", file=sys.stderr)
+        return INTERRUPTED
+    end_bits = evaluate(model, forward, corpus.validation, config.batch, config.length)
+
+    print(f"checkpoint: {path}\nsample:")
+    stream = generate(model, forward, SAMPLE_PROMPT.encode(), temperature=0.8, top_p=0.95, seed=config.seed)
+    decode_speed = _show(SAMPLE_PROMPT, islice(stream, args.sample), TextStream())
+
+    differences = decode_differences(model, forward, corpus.validation[:DECODE_CHECK_TOKENS])
+    equal = ...
+    print(f"decode against full forward: largest difference {differences.max():.1e}, {'equal' if equal else 'NOT EQUAL'}")
+    print(
+        f"validation {trainer.start_bits:.2f} -> {end_bits:.2f} bits/byte | training {_rate(speed)} | "
+        f"decode {_rate(decode_speed)} | {describe_device(trainer.device)}"
+    )
+    return 0 if equal else 1
+
+
+def _new_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
+    config = TrainConfig(**_given(args, TrainConfig))
+    corpus = Corpus.load(config.text)
+    corpus.batch(0, config.seed, config.batch, config.length)  # the text holds a window
+    trainer = Trainer(LMConfig(**_given(args, LMConfig)), config, pick_device(args.device))
+    if path.exists():
+        kept = path.with_name(f"previous-{path.name}")
+        path.replace(kept)
+        print(f"the checkpoint of an earlier run is kept as {kept}")
+    return trainer, corpus
+
+
+def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
+    checkpoint = Checkpoint.load(path)
+    for config in (checkpoint.training, checkpoint.model):
+        for name, value in _given(args, type(config)).items():
+            if name != "steps" and value != getattr(config, name):
+                raise ValueError(f"the checkpoint has {name} = {getattr(config, name)}, which cannot become {value}")
+    config = replace(checkpoint.training, steps=getattr(args, "steps", checkpoint.training.steps))
+    corpus = Corpus.load(config.text)
+    if corpus.digest != checkpoint.digest:
+        raise ValueError("the text is not the one that the run began with")
+    trainer = Trainer(checkpoint.model, config, pick_device(args.device))
+    trainer.load_tensors(checkpoint.tensors)
+    trainer.step, trainer.start_bits = checkpoint.step, checkpoint.start_bits
+    return trainer, corpus
+
+
+def _given(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """The settings of a configuration that stand on the command line."""
+    given = {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}
+    if "text" in given:
+        given["text"] = tuple(str(Path(file).resolve()) for file in given["text"])
+    return given
+
+
+def _checkpoint(trainer: Trainer, corpus: Corpus) -> Checkpoint:
+    return Checkpoint(
+        model=trainer.model.config,
+        training=trainer.config,
+        step=trainer.step,
+        start_bits=trainer.start_bits,
+        digest=corpus.digest,
+        tensors=trainer.tensors(),
+    )
+
+
+def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_every: int) -> float | None:
+    """Trains to the last step, with a checkpoint now and then; returns tokens per second."""
+    config = trainer.config
+    seconds = []
+    with tqdm(total=config.steps, initial=min(trainer.step, config.steps), desc="training", unit="step") as bar:
+        while trainer.step < config.steps:
+            began = time.perf_counter()
+            loss = trainer.train_step(forward, corpus).item()
+            seconds.append(time.perf_counter() - began)
+            bar.set_postfix_str(f"{loss / math.log(2):.2f} bits/byte", refresh=False)
+            bar.update()
+            if trainer.step % save_every == 0:
+                _checkpoint(trainer, corpus).save(path)
+    _checkpoint(trainer, corpus).save(path)
+    return _per_second(seconds, config.batch * config.length)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    with _refusals():
+        checkpoint = Checkpoint.load(args.checkpoint)
+        model = LanguageModel(checkpoint.model).to(pick_device(args.device))
+        load_model(model, checkpoint.tensors)
+        prompt = args.prompt.encode(errors="surrogateescape")
+        forward = _forward(model, args.compile)
+        stream = generate(model, forward, prompt, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    _show(args.prompt, islice(stream, args.max_tokens), TextStream(args.stop))
+    return 0
+
+
+def _show(prompt: str, tokens: Iterable[int], text: TextStream) -> float | None:
+    """Prints a prompt and what follows it, as it is made; returns tokens per second, apart from the first."""
+    print(prompt, end="", flush=True)
+    seconds = []
+    began = time.perf_counter()
+    for token in tokens:
+        seconds.append(time.perf_counter() - began)
+        print(text.feed(token), end="", flush=True)
+        if text.stopped:
+            break
+        began = time.perf_counter()
+    print(text.feed(None))
+    return _per_second(seconds, 1)
+
+
+def _per_second(seconds: list[float], amount: int) -> float | None:
+    """Mean rate of equal pieces of work, apart from the first one, which compiles; None where there were no others."""
+    return amount * (len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None
+
+
+def _rate(per_second: float | None) -> str:
+    return "too short to time" if per_second is None else f"{per_second:,.0f} tokens/s"
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    with _refusals():
+        device = pick_device(args.device)
+    return examine(device)

@@ -1,0 +1,222 @@
+"""The Sparse Delta Memory layer: its memory is a large table, of which each token reads and writes a few rows.
+
+    g = -exp(A_log) * softplus(a_proj(x) + dt_bias)      beta = sigmoid(b_proj(x))
+    k_val, k_idx = topk(Wk_write(x))                     q_val, q_idx = topk(Wq_read(x))          v = Wv_write(x)
+    readings, bank = sdm_write_read(bank, k_idx, write_act(k_val), v, beta, g, q_idx, read_act(q_val))
+    y = Wo(readings * sigmoid(Wog(x)))
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import SparseDeltaMemoryConfig
+from .ops import product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
+from .state import SDMState
+
+
+class SparseDeltaMemory(nn.Module):
+    """Sparse Delta Memory in place of attention. SPEC section 7.
+
+    Below, B sequences of T tokens and H heads make P = B * H streams; stream b * H + h owns the `slots_per_head` rows
+    of the bank from `(b * H + h) * slots_per_head` on.
+
+    Args:
+        config: the settings.
+    """
+
+    def __init__(self, config: SparseDeltaMemoryConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, heads, head_dim, key_size = config.dim, config.num_heads, config.head_dim, config.key_size
+        self.Wq_read = nn.Linear(dim, key_size)
+        self.Wk_write = nn.Linear(dim, key_size)
+        self.Wv_write = nn.Linear(dim, dim)
+        self.Wo = nn.Linear(dim, dim)
+        self.a_proj = nn.Linear(dim, heads)
+        self.b_proj = nn.Linear(dim, heads)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.memory: nn.Parameter | None = None
+        if config.backprop_on_memory:
+            self.memory = nn.Parameter(torch.empty(heads * config.slots_per_head, head_dim))
+        self.Wog = nn.Linear(dim, dim) if config.output_gate else None
+        self.readings_norm = nn.LayerNorm(head_dim, eps=config.norm_eps) if config.normalize_readings else None
+        self.query_bn = nn.BatchNorm1d(key_size) if config.query_batchnorm else None
+        self.key_bn = nn.BatchNorm1d(key_size) if config.query_batchnorm else None
+        self.read_act = _activation(config.read_act, config.read_act_scale)
+        self.write_act = _activation(config.write_act, config.write_act_scale)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draws every parameter anew: for a layer that came from the meta device through `to_empty`. SPEC section 7."""
+        std = self.config.dim**-0.5
+        for module in self.children():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm | nn.BatchNorm1d | nn.PReLU):
+                module.reset_parameters()
+        if self.memory is not None:
+            nn.init.trunc_normal_(self.memory, std=std, a=-3 * std, b=3 * std)
+        self.A_log.uniform_(*self.config.A_init_range).clamp_(min=1e-4).log_()
+        dt = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().clamp_(min=1e-4)
+        dt.add_(dt.neg().expm1_().neg_().log_())  # softplus(dt + log(1 - exp(-dt))) = dt
+        self._exempt_from_weight_decay()
+
+    def init_state(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> SDMState:
+        """The memory that `batch` sequences start from, a private copy of the initial bank for each.
+
+        Args:
+            batch: number of sequences.
+            dtype, device: of the bank; None: those of the layer's parameters. A float32 bank under bfloat16 weights
+                is legal and avoids rounding per decoded token.
+        Returns:
+            A state of ordinary tensors, also under `torch.inference_mode()`. With grad mode on, gradients flow
+            through it to `memory`.
+        """
+        weight = self.Wv_write.weight
+        with_grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+            return SDMState(self._initial_bank(batch, dtype or weight.dtype, device or weight.device))
+
+    def forward(self, x: Tensor, state: SDMState | None = None) -> tuple[Tensor, SDMState]:
+        """Runs the layer over a segment of each sequence, going on from `state`.
+
+        With grad mode on, `state` is left as it was, and gradients flow through it and through the returned one. With
+        grad mode off, its bank is advanced in place and `state` itself comes back; one token then takes the decode
+        step.
+
+        Args:
+            x: [B, T, dim]. B = 0 and T = 0 are legal.
+            state: what an earlier call returned, or `init_state(B)`; None: the start of the sequences.
+        Returns:
+            y: [B, T, dim].
+            state: the memory after the last token, in the dtype of the passed state's, else that of `Wv_write(x)`.
+        Raises:
+            ValueError: x or the state's bank has the wrong shape.
+        """
+        config = self.config
+        if x.dim() != 3 or x.shape[2] != config.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {config.dim}")
+        k_idx, k_val = self._slots(self.Wk_write(x), self.key_bn, config.num_writes, self.write_act)
+        q_idx, q_val = self._slots(self.Wq_read(x), self.query_bn, config.num_reads, self.read_act)
+        v = self._to_streams(self.Wv_write(x))
+        g, beta = self._gates(x)
+        if config.key_weighted_decay:
+            g = g * k_val.to(g.dtype)
+
+        batch, tokens, _ = x.shape
+        inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
+        if state is None:
+            state = SDMState(self._initial_bank(batch, v.dtype, v.device))
+        self._check_bank(state.bank, batch)
+        if torch.is_grad_enabled():
+            readings, bank = sdm_write_read(
+                state.bank,
+                *inputs,
+                chunk_size=config.tokens_per_chunk,
+                snapshot_quant=config.snapshot_quant,
+                grad_bank_fp32=config.grad_bank_fp32,
+            )
+            state = SDMState(bank)
+        elif tokens == 1:
+            readings = sdm_decode_step(state.bank, *inputs)
+        else:
+            readings = sdm_write_read_(state.bank, *inputs, chunk_size=config.tokens_per_chunk)
+
+        readings = readings.to(v.dtype)
+        if self.readings_norm is not None:
+            readings = self.readings_norm(readings)
+        merged = readings.unflatten(0, (batch, config.num_heads)).transpose(1, 2).flatten(2)
+        if self.Wog is not None:
+            merged = merged * self.Wog(x).sigmoid()
+        return self.Wo(merged), state
+
+    def _slots(self, scores: Tensor, norm: nn.Module | None, count: int, act: nn.Module) -> tuple[Tensor, Tensor]:
+        """Scores [B, T, key_size] to the bank rows and weights of the `count` best slots, each [P, T, count]."""
+        if norm is not None:
+            scores = norm(scores.flatten(0, 1)).view_as(scores)
+        values, slots = product_key_topk(self._to_streams(scores), self.config.factors, count)
+        first_row = torch.arange(slots.shape[0], device=slots.device) * self.config.slots_per_head
+        return slots + first_row[:, None, None], act(values)
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-decays g and the write strengths beta, [P, T, 1] each, in float32 whatever autocast says."""
+        rate, strength = self._to_streams(self.a_proj(x)), self._to_streams(self.b_proj(x))
+        wide = torch.promote_types(rate.dtype, torch.float32)
+        a_log = self.A_log.to(wide).repeat(x.shape[0])[:, None, None]  # [P, 1, 1]
+        dt_bias = self.dt_bias.to(wide).repeat(x.shape[0])[:, None, None]
+        return -a_log.exp() * F.softplus(rate.to(wide) + dt_bias), strength.to(wide).sigmoid()
+
+    def _to_streams(self, x: Tensor) -> Tensor:
+        """[B, T, H * n], a head's columns side by side, to [P, T, n]."""
+        return x.unflatten(2, (self.config.num_heads, -1)).transpose(1, 2).flatten(0, 1)
+
+    def _initial_bank(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        config = self.config
+        if self.memory is None:
+            rows = batch * config.num_heads * config.slots_per_head
+            return torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
+        return self.memory.to(device, dtype).repeat(batch, 1)
+
+    def _check_bank(self, bank: Tensor, batch: int) -> None:
+        config = self.config
+        rows = batch * config.num_heads * config.slots_per_head
+        if bank.dim() != 2 or bank.shape[0] != rows or bank.shape[1] != config.head_dim:
+            expected = (rows, config.head_dim)
+            raise ValueError(
+                f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
+            )
+
+    def _exempt_from_weight_decay(self) -> None:
+        for parameter in (self.A_log, self.dt_bias, self.memory):
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    # A parameter's attributes do not survive a deep copy, nor loading with `assign=True`.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._exempt_from_weight_decay()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._exempt_from_weight_decay()
+
+
+def _activation(name: str, scale: float) -> nn.Module:
+    if name == "Softmax":
+        return ScaledSoftmax(scale)
+    if name == "l2_normalize":
+        return L2Normalize()
+    return getattr(nn, name)()
+
+
+class ScaledSoftmax(nn.Module):
+    """Equivalent code: (scale * x).softmax(-1)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).softmax(-1)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+class L2Normalize(nn.Module):
+    """Equivalent code: x / max(norm(x), 1e-12), over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)

@@ -1,0 +1,204 @@
+"""A small byte-level language model of SDM layers: the model that the main job trains and generates from.
+
+A block is, with every sub-layer added to the residual stream,
+
+    h = silu(conv(norm(x)))         a short causal depthwise convolution: what the last few bytes were
+    x = x + h + sdm(h)              the memory: what was seen before
+    x = x + mlp(norm(x))            SwiGLU
+
+between a byte embedding and a norm with a linear head. Both the convolution's last inputs and the memories are part of
+the decode state, so a sequence may be cut anywhere, down to one byte at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from .config import SparseDeltaMemoryConfig
+from .layer import SparseDeltaMemory
+from .state import SDMState
+
+VOCABULARY = 256  # one token per byte value
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """Sizes of a LanguageModel; the SDM fields are those of SparseDeltaMemoryConfig.
+
+    Args:
+        dim: width of the residual stream.
+        num_layers: number of blocks.
+        hidden_dim: width of the MLPs.
+        conv_width: number of tokens that the causal convolution sees, the current one included.
+        num_heads, slots_per_head, num_writes, num_reads, chunk_size: of every SDM layer.
+    Raises:
+        ValueError: a size is below one.
+    """
+
+    dim: int = 128
+    num_layers: int = 2
+    hidden_dim: int = 384
+    conv_width: int = 4
+    num_heads: int = 2
+    slots_per_head: int = 256
+    num_writes: int = 8
+    num_reads: int = 8
+    chunk_size: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "hidden_dim", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def sdm(self) -> SparseDeltaMemoryConfig:
+        """The configuration of each SDM layer."""
+        return SparseDeltaMemoryConfig(
+            dim=self.dim,
+            num_heads=self.num_heads,
+            slots_per_head=self.slots_per_head,
+            num_writes=self.num_writes,
+            num_reads=self.num_reads,
+            chunk_size=self.chunk_size,
+            normalize_readings=True,
+            output_gate=True,
+        )
+
+
+@dataclass
+class LMState:
+    """Decode state of a LanguageModel, a pytree.
+
+    Args:
+        memories: one SDMState per block.
+        tails: per block [B, conv_width - 1, dim], the last inputs of its convolution.
+    """
+
+    memories: list[SDMState]
+    tails: list[Tensor]
+
+
+pytree.register_dataclass(LMState, serialized_type_name="sdm_compile.LMState")
+
+
+class CausalConv(nn.Module):
+    """Depthwise causal convolution over time. Equivalent code: y[t] = sum_j weight[j] * x[t - width + 1 + j].
+
+    It is written as a sum of shifted products, which one fused loop computes at any length.
+    """
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.weight = nn.Parameter(torch.empty(width, dim))
+
+    def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolves x [B, T, dim] after tail [B, width - 1, dim]; returns the result and the next tail, a view."""
+        length = x.shape[1]
+        window = torch.cat([tail, x], dim=1)
+        y = window[:, :length] * self.weight[0]
+        for j in range(1, self.width):
+            y = y + window[:, j : j + length] * self.weight[j]
+        return y, window[:, length:]
+
+
+class MLP(nn.Module):
+    """SwiGLU. Equivalent code: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Convolution and memory, then MLP; see the top of this file."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim)
+        self.conv = CausalConv(config.dim, config.conv_width)
+        self.sdm = SparseDeltaMemory(config.sdm())
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.mlp = MLP(config.dim, config.hidden_dim)
+
+    def forward(self, x: Tensor, tail: Tensor, memory: SDMState | None) -> tuple[Tensor, Tensor, SDMState]:
+        h, tail = self.conv(self.norm(x), tail)
+        h = F.silu(h)
+        y, memory = self.sdm(h, memory)
+        x = x + h + y
+        return x + self.mlp(self.mlp_norm(x)), tail, memory
+
+
+class LanguageModel(nn.Module):
+    """Byte-level language model of SDM layers.
+
+    Args:
+        config: the sizes.
+    """
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises every parameter; the SDM layers do so themselves. A new model predicts nearly uniformly."""
+        dim = self.config.dim
+        nn.init.normal_(self.embedding.weight)
+        nn.init.normal_(self.head.weight, std=0.1 * dim**-0.5)
+        self.norm.reset_parameters()
+        for block in self.blocks:
+            block.norm.reset_parameters()
+            block.mlp_norm.reset_parameters()
+            nn.init.normal_(block.conv.weight, std=self.config.conv_width**-0.5)
+            block.sdm.init_weights()
+            nn.init.normal_(block.mlp.up.weight, std=dim**-0.5)
+            nn.init.normal_(block.mlp.down.weight, std=(2 * self.config.num_layers * self.config.hidden_dim) ** -0.5)
+
+    def init_state(self, batch: int) -> LMState:
+        """A new decode state for `batch` sequences: the initial memories, and zeros before the first token."""
+        with torch.inference_mode(False):
+            tails = [self._empty_tail(batch) for _ in self.blocks]
+        return LMState([block.sdm.init_state(batch) for block in self.blocks], tails)
+
+    def forward(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
+        """Logits of the byte after each token, and the state after the last.
+
+        Args:
+            tokens: [B, T] int64, byte values.
+            state: where the sequences stand; None for their beginning. With grad mode on it is left untouched and
+                gradient flows through it; otherwise it is advanced in place.
+        Returns:
+            logits: [B, T, 256], the parameters' dtype.
+            state: a new one, or the same object where it was advanced in place.
+        """
+        x = self.embedding(tokens)
+        memories, tails = [], []
+        for i, block in enumerate(self.blocks):
+            tail = self._empty_tail(tokens.shape[0]) if state is None else state.tails[i]
+            x, tail, memory = block(x, tail, None if state is None else state.memories[i])
+            memories.append(memory)
+            tails.append(tail)
+        logits = self.head(self.norm(x))
+        if state is None or torch.is_grad_enabled():
+            return logits, LMState(memories, [tail.clone() for tail in tails])
+        for kept, tail in zip(state.tails, tails, strict=True):
+            kept.copy_(tail)
+        return logits, state
+
+    def _empty_tail(self, batch: int) -> Tensor:
+        return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)

@@ -1,0 +1,44 @@
+"""What this machine can do: the device to run on, and whether torch.compile can build for it."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch._inductor import cpp_builder, exc
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """The device to run on: the CPU unless another is named.
+
+    Raises:
+        ValueError: torch does not know the name, or the device is not there.
+    """
+    try:
+        device = torch.device(name or "cpu")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def describe_device(device: torch.device) -> str:
+    """A few words that name the device in a report."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def why_not_compile() -> str | None:
+    """Why torch.compile cannot build code on this machine, or None where it can.
+
+    Inductor's code is C++ that is built against Python's own headers.
+    """
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no C++ compiler was found"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's C headers (Python.h) were not found"
+    return None

@@ -1,0 +1,110 @@
+"""The decode step: one token per stream, written and then read, in place (SPEC section 1).
+
+    rows = exp(g) bank[k_idx]      delta = beta (v - sum_w k_val rows)      bank[k_idx] = rows + k_val delta
+    reading = sum_r q_val bank[q_idx]                                        after the write
+
+bank [num_slots, D]; every input [..., *]; a row is rounded to the bank's dtype once per token. Op: `decode_step_`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import accumulate_dtype, check_contiguous_bank, check_ids_in_bank, check_token_inputs
+from .dispatch import Dispatch, record
+from .layout import empty
+from .registry import register
+from .repeats import count_repeated, merge_repeated
+from .rows import load_rows, store_rows_, weighted_rows
+from .situation import current_situation
+
+_INPUTS = "Tensor(a!) memory, Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
+
+
+def _check_decode_step(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> None:
+    check_token_inputs(memory, k_idx, k_val, v, beta, g, q_idx, q_val, lead="...")
+    check_contiguous_bank(memory)
+
+
+def _empty_decode_step_output(memory: Tensor, v: Tensor) -> Tensor:
+    return empty(tuple(v.shape), memory)
+
+
+def _decode_step_cpu(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> Tensor:
+    _check_decode_step(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    check_ids_in_bank(memory.shape[0], k_idx=k_idx, q_idx=q_idx)
+    count_repeated(k_idx)
+    readings = _empty_decode_step_output(memory, v)
+    dtype, accumulate = memory.dtype, accumulate_dtype(memory.dtype)
+    ids, weights, gates = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
+    weights = weights.to(dtype).to(accumulate).unsqueeze(-1)
+    silent = (k_idx < 0).all(-1, keepdim=True)
+    v = v.to(dtype).to(accumulate).masked_fill(silent, 0)
+    beta = beta.to(accumulate).masked_fill(silent, 0)
+    rows = load_rows(memory, ids, accumulate) * gates.exp().unsqueeze(-1)
+    delta = beta * (v - (weights * rows).sum(-2))
+    rows += weights * delta.unsqueeze(-2)
+    keep = ids >= 0
+    store_rows_(memory, ids[keep], rows[keep])
+    readings.copy_(weighted_rows(memory, q_idx, q_val.to(dtype).to(accumulate)))
+    writes, reads = k_idx.shape[-1], q_idx.shape[-1]
+    record(
+        "decode",
+        Dispatch(
+            op="decode_step_",
+            route="cpu",
+            situation=current_situation(memory.device),
+            layout=None,
+            writer=None,
+            steps=1,
+            streams=v[..., 0].numel(),
+            tokens=1,
+            writes=writes,
+            reads=reads,
+            chunk_size=1,
+            head_dim=memory.shape[1],
+            num_slots=memory.shape[0],
+        ),
+    )
+    return readings
+
+
+def _decode_step_fake(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> Tensor:
+    _check_decode_step(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    return _empty_decode_step_output(memory, v)
+
+
+decode_step_op = register(
+    f"decode_step_({_INPUTS}) -> Tensor",
+    cpu=_decode_step_cpu,
+    fake=_decode_step_fake,
+)
+
+
+def sdm_decode_step(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> Tensor:
+    """Writes and reads one token per stream, advancing `memory` in place.
+
+    Args:
+        memory: [num_slots, D] contiguous, bfloat16 or float32 (float64 on the CPU).
+        k_idx: [..., W] int32 or int64 bank rows, distinct within a token; negative means no slot. No two streams share a row.
+        k_val: [..., W] write weights. v: [..., D] values. beta: [..., 1] write strengths.
+        g: [..., 1 or W] log-decay; -inf erases.
+        q_idx, q_val: [..., R] bank rows to read, and weights. W and R are 1 to 256.
+    Returns:
+        readings: [..., D], the bank's dtype, fresh memory.
+    Raises:
+        ValueError: shapes disagree, or the bank is not contiguous. UnsupportedConfigurationError: dtype or width.
+        IndexError: an id at or above num_slots (CPU). RuntimeError: grad mode is on and an input requires a gradient.
+        Nothing has been written then.
+    Note: mutates `memory` alone; SPEC section 1.
+    """
+    return decode_step_op(memory, k_idx, k_val, v, beta, g, q_idx, q_val)

@@ -1,0 +1,55 @@
+"""What the latest calls decided: `last_dispatch()`. Shapes and choices only, never a device read."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from .situation import Situation
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The decisions of one call."""
+
+    op: str  # the registered op that ran
+    route: str  # which implementation: "cpu"
+    situation: Situation
+    layout: int | None  # of the snapshot: 2 compact rows, 4 none, 0 one row per entry (SPEC section 4); None: no snapshot
+    writer: str | None  # the stage that writes the snapshot's rows
+    steps: int
+    streams: int
+    tokens: int
+    writes: int
+    reads: int
+    chunk_size: int
+    head_dim: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class LastDispatch:
+    """The latest forward, backward and decode call of this thread; None where there was none yet."""
+
+    forward: Dispatch | None = None
+    backward: Dispatch | None = None
+    decode: Dispatch | None = None
+
+
+_thread = threading.local()
+
+
+def record(kind: str, dispatch: Dispatch) -> None:
+    """Keeps `dispatch` as this thread's latest call of that kind: "forward", "backward" or "decode"."""
+    last = last_dispatch()
+    _thread.last = LastDispatch(**{**vars(last), kind: dispatch})
+
+
+def last_dispatch() -> LastDispatch:
+    """What the latest forward, backward and decode of this thread decided.
+
+    Returns:
+        `LastDispatch`, frozen. Calls that only trace, and replays of a CUDA graph, do not update it.
+    Note: SPEC section 4.
+    """
+    return getattr(_thread, "last", LastDispatch())

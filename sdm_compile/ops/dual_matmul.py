@@ -1,0 +1,149 @@
+"""The dual matmul: the chunk's deltas and readings from what the gather retrieved.
+
+    u = beta (v - retrieved)        delta = X u        readings = QX u + inter
+
+X, QX [P, C, C]; everything else [P, C, D] (beta [P, C, 1]). v and readings have the bank's dtype, the rest the accumulate
+dtype. Ops: `dual_matmul` and `dual_matmul_bwd`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import accumulate_dtype, check_float, check_rank, check_shape
+from .layout import empty, empty_gradients, wanted_gradients
+from .registry import register
+
+_INPUTS = "Tensor X, Tensor QX, Tensor v, Tensor beta, Tensor retrieved, Tensor inter"
+
+
+def _check_dual_matmul(X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor) -> None:
+    check_rank("v", v, "[P, C, D]")
+    check_float("v", v)
+    streams, chunk, _ = v.shape
+    check_shape("X", X, (streams, chunk, chunk), "[P, C, C]")
+    check_shape("QX", QX, X.shape, "[P, C, C] like X")
+    check_shape("beta", beta, (streams, chunk, 1), "[P, C, 1]")
+    check_shape("retrieved", retrieved, v.shape, "[P, C, D] like v")
+    check_shape("inter", inter, v.shape, "[P, C, D] like v")
+    dtype = accumulate_dtype(v.dtype)
+    for name, tensor in (("X", X), ("QX", QX), ("beta", beta), ("retrieved", retrieved), ("inter", inter)):
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; with {v.dtype} values it is {dtype}")
+
+
+def _empty_dual_matmul_outputs(v: Tensor) -> tuple[Tensor, Tensor]:
+    return empty(tuple(v.shape), v, accumulate_dtype(v.dtype)), empty(tuple(v.shape), v)
+
+
+def _dual_matmul_cpu(
+    X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
+) -> tuple[Tensor, Tensor]:
+    _check_dual_matmul(X, QX, v, beta, retrieved, inter)
+    delta, readings = _empty_dual_matmul_outputs(v)
+    u = beta * (v - retrieved)
+    torch.matmul(X, u, out=delta)
+    readings.copy_(torch.matmul(QX, u).add_(inter))
+    return delta, readings
+
+
+def _dual_matmul_fake(
+    X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
+) -> tuple[Tensor, Tensor]:
+    _check_dual_matmul(X, QX, v, beta, retrieved, inter)
+    return _empty_dual_matmul_outputs(v)
+
+
+def _empty_dual_matmul_bwd_outputs(X: Tensor, v: Tensor, beta: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+    """dX, dQX, dv, dbeta, dretrieved, dinter."""
+    return empty_gradients((X, X, v, beta, v, v), mask, (X.dtype, X.dtype, v.dtype, X.dtype, X.dtype, X.dtype))
+
+
+def _dual_matmul_bwd_cpu(
+    ddelta: Tensor,
+    dreadings: Tensor,
+    X: Tensor,
+    QX: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retrieved: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    outs = _empty_dual_matmul_bwd_outputs(X, v, beta, mask)
+    error = v - retrieved
+    u = beta * error
+    dy = dreadings.to(X.dtype)
+    du = X.mT @ ddelta + QX.mT @ dy
+    grads = (
+        lambda: ddelta @ u.mT,
+        lambda: dy @ u.mT,
+        lambda: beta * du,
+        lambda: (error * du).sum(-1, keepdim=True),
+        lambda: -beta * du,
+        lambda: dy,
+    )
+    for out, grad, wanted in zip(outs, grads, mask, strict=True):
+        if wanted:
+            out.copy_(grad())
+    return outs
+
+
+def _dual_matmul_bwd_fake(
+    ddelta: Tensor,
+    dreadings: Tensor,
+    X: Tensor,
+    QX: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retrieved: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    return _empty_dual_matmul_bwd_outputs(X, v, beta, mask)
+
+
+dual_matmul_bwd_op = register(
+    "dual_matmul_bwd(Tensor ddelta, Tensor dreadings, Tensor X, Tensor QX, Tensor v, Tensor beta, Tensor retrieved, "
+    "bool[] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_dual_matmul_bwd_cpu,
+    fake=_dual_matmul_bwd_fake,
+)
+
+
+def _setup_dual_matmul(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5])
+
+
+def _dual_matmul_backward(ctx: Any, ddelta: Tensor, dreadings: Tensor) -> tuple[Tensor | None, ...]:
+    mask = list(ctx.needs_input_grad)
+    grads = dual_matmul_bwd_op(ddelta, dreadings, *ctx.saved_tensors, mask)
+    return wanted_gradients(grads, mask)
+
+
+dual_matmul_op = register(
+    f"dual_matmul({_INPUTS}) -> (Tensor, Tensor)",
+    cpu=_dual_matmul_cpu,
+    fake=_dual_matmul_fake,
+    setup_context=_setup_dual_matmul,
+    backward=_dual_matmul_backward,
+)
+
+
+def dual_matmul(
+    X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
+) -> tuple[Tensor, Tensor]:
+    """delta and readings. Equivalent code: `u = beta * (v - retrieved); X @ u, QX @ u + inter`.
+
+    Args:
+        X, QX: [P, C, C] from the solve.
+        v: [P, C, D] staged values, bank dtype. beta: [P, C, 1].
+        retrieved, inter: [P, C, D] from the gather.
+    Returns:
+        delta: [P, C, D] in the accumulate dtype; readings: [P, C, D] in the bank's dtype. Fresh memory.
+    Raises:
+        ValueError: shapes or dtypes disagree.
+    Note: differentiable; matmuls follow PyTorch's float32 matmul precision. SPEC section 2.
+    """
+    return dual_matmul_op(X, QX, v, beta, retrieved, inter)

@@ -1,0 +1,149 @@
+"""Registration of the `sdm` ops: schema, kernels, fake kernel and autograd, the same way for every op.
+
+`register` is the only place that talks to `torch.library`. Each op gets one kernel under the Autograd dispatch key:
+
+* with a formula, it runs the op inside an `autograd.Function` whenever a gradient is wanted. `torch.func.grad` and `vjp`
+  work; forward mode (`jvp`) raises instead of silently dropping its tangents, as `torch.library.register_autograd` would;
+* without one, differentiating through the op raises, so that autograd never leaks into the aten calls of a CPU kernel;
+* for an op that writes to an argument, a wanted gradient raises before anything is written, and the version counter of
+  what was written goes up, so that a stale saved tensor is noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+NAMESPACE = "sdm"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class RegisteredOp:
+    """What `register` recorded of one op."""
+
+    name: str
+    overload: torch._ops.OpOverload
+    differentiable: bool
+    mutated: tuple[int, ...]  # positions of the arguments that the op writes to
+
+
+OPS: dict[str, RegisteredOp] = {}
+
+
+def register(
+    schema: str,
+    *,
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> torch._ops.OpOverload:
+    """Defines one op of the `sdm` namespace and returns its overload, which is what callers call.
+
+    Args:
+        schema: name and signature, as `torch.library.Library.define` takes them.
+        cpu: the CPU kernel. It runs with autocast off.
+        fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
+        setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
+    """
+    name = _library.define(schema)
+    overload = getattr(torch.ops, NAMESPACE).__getattr__(name.split("::")[-1]).default
+    arguments = overload._schema.arguments
+    mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated)
+    OPS[op.name] = op
+    _library.impl(op.name, _without_autocast(cpu, "cpu"), "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
+    _library.impl(op.name, _autograd_kernel(op, setup_context, backward), "Autograd")
+    return overload
+
+
+def _without_autocast(kernel: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def call(*args: Any) -> Any:
+        if not torch.is_autocast_enabled(device_type):
+            return kernel(*args)
+        with torch.autocast(device_type, enabled=False):
+            return kernel(*args)
+
+    return call
+
+
+def _autograd_kernel(
+    op: RegisteredOp, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    if op.mutated:
+        return _in_place_kernel(op)
+    if setup_context is None or backward is None:
+        setup_context, backward = _no_setup, _raising_backward(op)
+    overload = op.overload
+
+    def forward(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    formula = type(
+        op.name,
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+        },
+    )
+    # Function.apply would open a functorch level of its own; this kernel already runs inside the one that called it.
+    apply = super(torch.autograd.Function, formula).apply
+
+    def call(*args: Any) -> Any:
+        wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if not wanted and forward_ad._current_level < 0:
+            return forward(*args)
+        if torch._C._are_functorch_transforms_active():
+            with enable_single_level_autograd_function():
+                return apply(*args)
+        return apply(*args)
+
+    return call
+
+
+def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
+    overload, mutated = op.overload, op.mutated
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise RuntimeError(
+                f"sdm::{op.name} writes in place and has no gradient, but grad mode is on and an input requires one: "
+                "call it under torch.no_grad(), detach the inputs, or use the functional form"
+            )
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(f"sdm::{op.name} does not support forward-mode AD")
+        written = [args[i] for i in mutated if args[i] is not None]
+        if any(t.is_inference() for t in written) and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"sdm::{op.name}: a tensor made under torch.inference_mode() cannot be updated outside it; "
+                "clone it first, or make it outside inference mode"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            result = overload(*args)
+        torch.autograd.graph.increment_version(written)
+        return result
+
+    return call
+
+
+def _no_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+
+
+def _raising_backward(op: RegisteredOp) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"sdm::{op.name} has no derivative (double backward is not supported)")
+
+    return backward

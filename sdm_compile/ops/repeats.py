@@ -1,0 +1,78 @@
+"""Repeated write slots within one token: a caller's error that acts as one write, and is counted on the device."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+_counts: dict[torch.device, Tensor] = {}
+_lock = threading.Lock()
+
+
+def first_places(k_idx: Tensor) -> Tensor:
+    """For each write of [..., W] the first place in its token with the same slot: its own, where nothing repeats.
+
+    Writes without a slot stand for themselves.
+    """
+    own = torch.arange(k_idx.shape[-1], device=k_idx.device).expand(k_idx.shape)
+    slots, place = k_idx.sort(dim=-1, stable=True)
+    starts = torch.ones_like(slots, dtype=torch.bool)
+    starts[..., 1:] = (slots[..., 1:] != slots[..., :-1]) | (slots[..., 1:] < 0)
+    run_start = torch.where(starts, own, 0).cummax(-1).values
+    return torch.empty_like(place).scatter_(-1, place, place.gather(-1, run_start))
+
+
+def merge_repeated(k_idx: Tensor, k_val: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The writes [..., W] of each token with repeats merged into the first and no-slot entries cleared.
+
+    Args:
+        k_idx: [..., W] ids. k_val: [..., W] weights. g: [..., 1 or W] gates.
+    Returns:
+        ids with -1 for no slot, summed weights, and gates of g's width with 0 where there is no slot.
+    """
+    own = torch.arange(k_idx.shape[-1], device=k_idx.device)
+    first = first_places(k_idx)
+    valid = k_idx >= 0
+    kept = valid & (first == own)
+    weights = torch.zeros_like(k_val).scatter_add_(-1, first, k_val.masked_fill(~valid, 0))
+    gate_kept = kept if g.shape[-1] == k_idx.shape[-1] else valid.any(-1, keepdim=True)
+    return k_idx.masked_fill(~kept, -1), weights.masked_fill(~kept, 0), g.masked_fill(~gate_kept, 0)
+
+
+def merge_repeated_backward(k_idx: Tensor, dk_val: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `merge_repeated`'s inputs: every repeat gets its sum's gradient, the first alone its gate's."""
+    own = torch.arange(k_idx.shape[-1], device=k_idx.device)
+    first = first_places(k_idx)
+    valid = k_idx >= 0
+    gate_kept = valid & (first == own) if dg.shape[-1] == k_idx.shape[-1] else valid.any(-1, keepdim=True)
+    return dk_val.gather(-1, first).masked_fill(~valid, 0), dg.masked_fill(~gate_kept, 0)
+
+
+def count_repeated(k_idx: Tensor) -> None:
+    """Adds the repeats among the writes [..., W] to the device's count."""
+    own = torch.arange(k_idx.shape[-1], device=k_idx.device)
+    repeated = ((k_idx >= 0) & (first_places(k_idx) != own)).sum()
+    with _lock:
+        if repeated.device not in _counts:
+            with torch.inference_mode(False):
+                _counts[repeated.device] = torch.zeros((), dtype=torch.int64, device=repeated.device)
+        _counts[repeated.device].add_(repeated)
+
+
+def repeated_write_slots(reset: bool = True) -> int:
+    """How many write entries repeated an earlier slot of their token since the last reset, over all devices.
+
+    Args:
+        reset: start again from zero.
+    Returns:
+        The count. Zero for well-formed inputs; SPEC section 1 says how repeats act.
+    Note: reads the devices' counters, so it synchronises.
+    """
+    with _lock:
+        total = sum(int(count) for count in _counts.values())
+        if reset:
+            for count in _counts.values():
+                count.zero_()
+    return total

@@ -1,0 +1,93 @@
+"""Quantizing snapshot rows: bank rows [n, D] to a snapshot mode's payload and scales, and back.
+
+Ops: `snapshot_quantize` and `snapshot_dequantize`; the modes are `snapshot`'s. Neither has a derivative: they change what a
+training call saves, never a value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_float, check_rank, check_shape
+from .layout import empty
+from .registry import register
+from .snapshot import SCALED_MODES, check_mode, dequantize_rows, empty_snapshot, quantize_rows
+
+
+def _check_quantize(rows: Tensor, mode: str) -> None:
+    check_rank("rows", rows, "[n, D]")
+    check_float("rows", rows)
+    check_mode(mode, rows.dtype)
+
+
+def _snapshot_quantize_cpu(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    _check_quantize(rows, mode)
+    return quantize_rows(rows, mode)
+
+
+def _snapshot_quantize_fake(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    _check_quantize(rows, mode)
+    return empty_snapshot(rows.shape[0], rows, mode)
+
+
+snapshot_quantize_op = register(
+    "snapshot_quantize(Tensor rows, str mode) -> (Tensor, Tensor)",
+    cpu=_snapshot_quantize_cpu,
+    fake=_snapshot_quantize_fake,
+)
+
+
+def _check_dequantize(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> None:
+    check_mode(mode, dtype)
+    want, want_scales = (torch.uint8 if mode == "int4" else None), payload.shape[0] if mode in SCALED_MODES else 0
+    check_shape("payload", payload, (payload.shape[0], (width + 1) // 2 if mode == "int4" else width), "[n, D or D / 2]")
+    check_shape("scales", scales, (want_scales,), "[n], or [0] for a mode without scales")
+    if want is not None and payload.dtype != want:
+        raise ValueError(f"payload has dtype {payload.dtype}; {mode} rows are {want}")
+
+
+def _snapshot_dequantize_cpu(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(payload, scales, mode, width, dtype)
+    return dequantize_rows(payload, scales, mode, width, dtype)
+
+
+def _snapshot_dequantize_fake(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(payload, scales, mode, width, dtype)
+    return empty((payload.shape[0], width), payload, dtype)
+
+
+snapshot_dequantize_op = register(
+    "snapshot_dequantize(Tensor payload, Tensor scales, str mode, SymInt width, ScalarType dtype) -> Tensor",
+    cpu=_snapshot_dequantize_cpu,
+    fake=_snapshot_dequantize_fake,
+)
+
+
+def snapshot_quantize(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Bank rows as a snapshot mode stores them.
+
+    Args:
+        rows: [n, D] bfloat16 or float32 (float64 with "none").
+        mode: "none", "bf16", "fp8" or "int4".
+    Returns:
+        payload: [n, D] in the mode's dtype ([n, ceil(D / 2)] uint8 for int4); scales: [n] float32, or [0].
+    Raises:
+        ValueError: an unknown mode. UnsupportedConfigurationError: float16, or a lossy mode on float64.
+    Note: SPEC section 4. No derivative.
+    """
+    return snapshot_quantize_op(rows, mode)
+
+
+def snapshot_dequantize(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows [n, width] in `dtype` that a snapshot stands for: the inverse of `snapshot_quantize` up to rounding.
+
+    Args:
+        payload, scales: as `snapshot_quantize` returned them. width: D. dtype: the bank's.
+    Returns:
+        rows: [n, width], fresh memory.
+    Raises:
+        ValueError: payload or scales do not fit the mode and width.
+    Note: SPEC section 4. No derivative.
+    """
+    return snapshot_dequantize_op(payload, scales, mode, width, dtype)

@@ -1,0 +1,94 @@
+"""Snapshot rows: what a saving forward keeps of the bank, so that the backward can walk it back.
+
+Before a step overwrites a slot, the raw bank row is kept: the compact snapshot has one row per slot group, row
+`chunk * E + ordinal`, in one of these forms (SPEC section 4):
+
+| mode | payload | scale per row |
+| --- | --- | --- |
+| none | the bank's dtype | - |
+| bf16 | bfloat16 (on a bfloat16 bank this is `none`) | - |
+| fp8 | float8_e4m3fn | float32, largest absolute value / 448 |
+| int4 | uint8, two columns per byte, low nibble first, code 8 is zero | float32, largest absolute value / 7 |
+
+This is the one place that decides which layout a call keeps and which stage writes the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import UnsupportedConfigurationError, check_choice
+from .layout import empty
+from .situation import Situation
+
+COMPACT, NO_ROWS = 2, 4
+SNAPSHOT_MODES = ("none", "bf16", "fp8", "int4")
+SCALED_MODES = {  # the largest code of each mode that has a scale per row
+    "fp8": 448.0, "int4": 7.0,
+}
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """Which layout a call keeps, and the stage that writes its rows: "write", "gather", or None for no rows."""
+
+    layout: int
+    writer: str | None
+
+
+def plan_snapshot(saving: bool, mode: str, situation: Situation) -> SnapshotPlan:
+    """The table of SPEC section 4: consulted once per call."""
+    if not saving:
+        return SnapshotPlan(NO_ROWS, None)
+    if mode == "none" and situation is Situation.CAPTURING:
+        return SnapshotPlan(COMPACT, "gather")
+    return SnapshotPlan(COMPACT, "write")
+
+
+def check_mode(mode: str, dtype: torch.dtype) -> None:
+    """A mode that this bank dtype can be stored in. Float64 banks, which exist to check gradients, store exact rows."""
+    check_choice("snapshot_quant", mode, SNAPSHOT_MODES)
+    if dtype == torch.float64 and mode != "none":
+        raise UnsupportedConfigurationError(
+            f"snapshot_quant is {mode!r} with a float64 bank; use 'none', or a float32 or bfloat16 bank"
+        )
+
+
+def empty_snapshot(rows: int, like: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Fresh payload and scales for so many rows of a bank like `like` [*, D]."""
+    width = like.shape[-1]
+    payload = {
+        "none": (width, like.dtype),
+        "bf16": (width, torch.bfloat16),
+        "fp8": (width, torch.float8_e4m3fn),
+        "int4": ((width + 1) // 2, torch.uint8),
+    }[mode]
+    scales = rows if mode in SCALED_MODES else 0
+    return empty((rows, payload[0]), like, payload[1]), empty((scales,), like, torch.float32)
+
+
+def quantize_rows(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Rows [n, D] as `mode` stores them, on the CPU."""
+    payload, scales = empty_snapshot(rows.shape[0], rows, mode)
+    if mode not in SCALED_MODES:
+        return payload.copy_(rows), scales
+    top = SCALED_MODES[mode]
+    rows = rows.float()
+    torch.div(rows.abs().amax(-1), top, out=scales)
+    scaled = (rows / scales.where(scales != 0, 1.0)[:, None]).clamp_(-top, top)
+    if mode == "fp8":
+        return payload.copy_(scaled), scales
+    codes = torch.nn.functional.pad(scaled.round_() + 8, (0, rows.shape[1] % 2), value=8).to(torch.uint8)
+    return payload.copy_(codes[:, ::2] + 16 * codes[:, 1::2]), scales
+
+
+def dequantize_rows(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows [n, width] that a snapshot stands for, on the CPU."""
+    rows = empty((payload.shape[0], width), payload, dtype)
+    if mode == "int4":
+        codes = torch.stack([payload & 15, payload >> 4], -1).flatten(1)[:, :width]
+        return rows.copy_((codes.float() - 8) * scales[:, None])
+    return rows.copy_(payload.float() * scales[:, None] if mode == "fp8" else payload)

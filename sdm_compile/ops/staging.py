@@ -1,0 +1,303 @@
+"""Staging: inputs [P, T, *] to time-major chunks [steps, P, C, *], and readings back.
+
+Ops: `stage_inputs` and `unstage_readings`, each with its backward.
+
+Everything that later stages would each have to think of is done here, once: ids narrowed to int32 and every "no slot" set
+to -1 with weight and gate 0; weights and values rounded to the bank's dtype; padding tokens that touch nothing; v, beta
+and g of a token without a write slot set to 0, so that nothing of it reaches the chunk; repeated write slots of one token
+merged into the first (weights add, its gate counts) and counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import accumulate_dtype, check_chunk_size, check_ids, check_ids_in_bank, check_rank, check_shape
+from .layout import Staged, empty, num_steps
+from .registry import register
+from .repeats import count_repeated, merge_repeated, merge_repeated_backward
+
+_INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
+
+
+def _check_stage_inputs(
+    k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor, chunk_size: int
+) -> None:
+    check_chunk_size(chunk_size)
+    for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
+        check_ids(name, ids)
+    check_rank("k_idx", k_idx, "[P, T, W]")
+    check_rank("v", v, "[P, T, D]")
+    check_rank("q_idx", q_idx, "[P, T, R]")
+    outer = k_idx.shape[:2]
+    check_shape("k_val", k_val, k_idx.shape, "[P, T, W] like k_idx")
+    check_shape("v", v, (*outer, v.shape[2]), "[P, T, D]")
+    check_shape("beta", beta, (*outer, 1), "[P, T, 1]")
+    check_rank("g", g, "[P, T, 1 or W]")
+    check_shape("g", g, (*outer, 1 if g.shape[2] == 1 else k_idx.shape[2]), "[P, T, 1] or [P, T, W]")
+    check_shape("q_idx", q_idx, (*outer, q_idx.shape[2]), "[P, T, R]")
+    check_shape("q_val", q_val, q_idx.shape, "[P, T, R] like q_idx")
+
+
+def _empty_staged(
+    k_idx: Tensor, v: Tensor, g: Tensor, q_idx: Tensor, dtype: torch.dtype, chunk_size: int
+) -> tuple[Tensor, ...]:
+    streams, tokens, writes = k_idx.shape
+    lead = (num_steps(tokens, chunk_size), streams, chunk_size)
+    reads, accumulate = q_idx.shape[2], accumulate_dtype(dtype)
+    return (
+        empty((*lead, writes), v, torch.int32),
+        empty((*lead, writes), v, dtype),
+        empty((*lead, v.shape[2]), v, dtype),
+        empty((*lead, 1), v, accumulate),
+        empty((*lead, g.shape[2]), v, accumulate),
+        empty((*lead, reads), v, torch.int32),
+        empty((*lead, reads), v, dtype),
+    )
+
+
+def _to_chunks(out: Tensor, x: Tensor, fill: int) -> Tensor:
+    """[P, T, K] into `out` [steps, P, C, K], padded."""
+    steps, streams, chunk, width = out.shape
+    padded = out.new_full((streams, steps * chunk, width), fill)
+    padded[:, : x.shape[1]] = x
+    return out.copy_(padded.view(streams, steps, chunk, width).transpose(0, 1))
+
+
+def _from_chunks(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """[steps, P, C, K] to fresh [P, T, K]."""
+    steps, streams, chunk, width = x.shape
+    rows = x.transpose(0, 1).reshape(streams, steps * chunk, width)[:, :tokens]
+    return empty((streams, tokens, width), x, dtype).copy_(rows)
+
+
+def _stage_inputs_cpu(
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    num_slots: int,
+    dtype: torch.dtype,
+    chunk_size: int,
+    count_repeats: bool,
+) -> tuple[Tensor, ...]:
+    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, chunk_size)
+    check_ids_in_bank(num_slots, k_idx=k_idx, q_idx=q_idx)
+    if count_repeats:
+        count_repeated(k_idx)
+    accumulate = accumulate_dtype(dtype)
+    ids, weights, gates = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
+    silent = (k_idx < 0).all(-1, keepdim=True)
+    no_read = q_idx < 0
+    cleaned = (
+        ids,
+        weights,
+        v.masked_fill(silent, 0),
+        beta.masked_fill(silent, 0),
+        gates,
+        q_idx.masked_fill(no_read, -1),
+        q_val.masked_fill(no_read, 0),
+    )
+    outs = _empty_staged(k_idx, v, g, q_idx, dtype, chunk_size)
+    for out, x in zip(outs, cleaned, strict=True):
+        _to_chunks(out, x, 0 if x.is_floating_point() else -1)
+    return outs
+
+
+def _stage_inputs_fake(
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    num_slots: int,
+    dtype: torch.dtype,
+    chunk_size: int,
+    count_repeats: bool,
+) -> tuple[Tensor, ...]:
+    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, chunk_size)
+    return _empty_staged(k_idx, v, g, q_idx, dtype, chunk_size)
+
+
+def _empty_stage_inputs_bwd(
+    k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_val: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        empty(tuple(k_val.shape), k_val),
+        empty(tuple(v.shape), v),
+        empty(tuple(beta.shape), beta),
+        empty(tuple(g.shape), g),
+        empty(tuple(q_val.shape), q_val),
+    )
+
+
+def _stage_inputs_bwd_cpu(
+    dk_val: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor,
+    dq_val: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+) -> tuple[Tensor, ...]:
+    tokens = k_idx.shape[1]
+    silent = (k_idx < 0).all(-1, keepdim=True)
+    chunks = (_from_chunks(x, tokens, x.dtype) for x in (dk_val, dv, dbeta, dg, dq_val))
+    dk_val, dv, dbeta, dg, dq_val = chunks
+    dk_val, dg = merge_repeated_backward(k_idx, dk_val, dg)
+    grads = (
+        dk_val,
+        dv.masked_fill(silent, 0),
+        dbeta.masked_fill(silent, 0),
+        dg,
+        dq_val.masked_fill(q_idx < 0, 0),
+    )
+    outs = _empty_stage_inputs_bwd(k_val, v, beta, g, q_val)
+    return tuple(out.copy_(grad) for out, grad in zip(outs, grads, strict=True))
+
+
+def _stage_inputs_bwd_fake(
+    dk_val: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor,
+    dq_val: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+) -> tuple[Tensor, ...]:
+    return _empty_stage_inputs_bwd(k_val, v, beta, g, q_val)
+
+
+stage_inputs_bwd_op = register(
+    "stage_inputs_bwd(Tensor dk_val, Tensor dv, Tensor dbeta, Tensor dg, Tensor dq_val, "
+    f"{_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_stage_inputs_bwd_cpu,
+    fake=_stage_inputs_bwd_fake,
+)
+
+
+def _setup_stage_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.mark_non_differentiable(output[0], output[5])
+
+
+def _stage_inputs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    _, dk_val, dv, dbeta, dg, _, dq_val = grads
+    dk_val, dv, dbeta, dg, dq_val = stage_inputs_bwd_op(dk_val, dv, dbeta, dg, dq_val, *ctx.saved_tensors)
+    return None, dk_val, dv, dbeta, dg, None, dq_val, None, None, None, None
+
+
+stage_inputs_op = register(
+    f"stage_inputs({_INPUTS}, SymInt num_slots, ScalarType dtype, int chunk_size, bool count_repeats)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_stage_inputs_cpu,
+    fake=_stage_inputs_fake,
+    setup_context=_setup_stage_inputs,
+    backward=_stage_inputs_backward,
+)
+
+
+def _check_unstage(readings: Tensor, tokens: int) -> None:
+    check_rank("readings", readings, "[steps, P, C, D]")
+    if tokens > readings.shape[0] * readings.shape[2]:
+        raise ValueError(f"tokens is {tokens}; {readings.shape[0]} chunks of {readings.shape[2]} hold fewer")
+
+
+def _unstage_readings_cpu(readings: Tensor, tokens: int) -> Tensor:
+    _check_unstage(readings, tokens)
+    return _from_chunks(readings, tokens, readings.dtype)
+
+
+def _unstage_readings_fake(readings: Tensor, tokens: int) -> Tensor:
+    _check_unstage(readings, tokens)
+    return empty((readings.shape[1], tokens, readings.shape[3]), readings)
+
+
+def _unstage_readings_bwd_cpu(dreadings: Tensor, chunk_size: int) -> Tensor:
+    return _to_chunks(_unstage_readings_bwd_fake(dreadings, chunk_size), dreadings, 0)
+
+
+def _unstage_readings_bwd_fake(dreadings: Tensor, chunk_size: int) -> Tensor:
+    check_chunk_size(chunk_size)
+    check_rank("dreadings", dreadings, "[P, T, D]")
+    streams, tokens, width = dreadings.shape
+    return empty((num_steps(tokens, chunk_size), streams, chunk_size, width), dreadings)
+
+
+unstage_readings_bwd_op = register(
+    "unstage_readings_bwd(Tensor dreadings, int chunk_size) -> Tensor",
+    cpu=_unstage_readings_bwd_cpu,
+    fake=_unstage_readings_bwd_fake,
+)
+
+
+def _setup_unstage(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.chunk_size = inputs[0].shape[2]
+
+
+def _unstage_backward(ctx: Any, dreadings: Tensor) -> tuple[Tensor, None]:
+    return unstage_readings_bwd_op(dreadings, ctx.chunk_size), None
+
+
+unstage_readings_op = register(
+    "unstage_readings(Tensor readings, SymInt tokens) -> Tensor",
+    cpu=_unstage_readings_cpu,
+    fake=_unstage_readings_fake,
+    setup_context=_setup_unstage,
+    backward=_unstage_backward,
+)
+
+
+def stage_inputs(
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    *,
+    num_slots: int,
+    dtype: torch.dtype,
+    chunk_size: int,
+    count_repeats: bool = True,
+) -> Staged:
+    """Inputs [P, T, *] as cleaned time-major chunks [steps, P, C, *].
+
+    Args:
+        k_idx, q_idx: [P, T, W] and [P, T, R] int32 or int64 bank rows; negative means no slot.
+        k_val, v, beta, g, q_val: [P, T, W], [P, T, D], [P, T, 1], [P, T, 1 or W], [P, T, R] float.
+        num_slots: rows of the bank; on the CPU an id at or above it raises.
+        dtype: the bank's dtype.
+        chunk_size: tokens per chunk, 1 to 256.
+        count_repeats: add repeated write slots to the count that `repeated_write_slots` returns.
+    Returns:
+        `Staged`, fresh memory.
+    Raises:
+        ValueError: shapes disagree. IndexError: an id beyond the bank (CPU).
+    Note: differentiable; SPEC sections 1 (edges) and 2.
+    """
+    return Staged(*stage_inputs_op(k_idx, k_val, v, beta, g, q_idx, q_val, num_slots, dtype, chunk_size, count_repeats))
+
+
+def unstage_readings(readings: Tensor, tokens: int) -> Tensor:
+    """Readings [steps, P, C, D] back to fresh [P, T, D], padding dropped. Differentiable; SPEC section 2."""
+    return unstage_readings_op(readings, tokens)

@@ -1,0 +1,317 @@
+"""The write/read: T tokens of P streams written to and read from a bank, in chunks (SPEC sections 1 to 4).
+
+Four ops, each one node of a graph however long the sequence: `write_read` (functional, saves nothing), `write_read_save` (the
+same values, saves what its backward reads), `write_read_bwd`, and `write_read_` (in place, for inference). The public
+functions choose between them; `trace_steps=True` runs the same loop over the stage ops instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    UnsupportedConfigurationError,
+    accumulate_dtype,
+    check_chunk_size,
+    check_contiguous_bank,
+    check_token_inputs,
+)
+from .decay_write import decay_write, decay_write_
+from .dispatch import Dispatch, record
+from .layout import ChunkFields, empty, empty_chunk_fields, empty_gradients, num_steps, wanted_gradients
+from .registry import register
+from .situation import current_situation
+from .snapshot import SnapshotPlan, check_mode, empty_snapshot, plan_snapshot
+from .staging import stage_inputs, unstage_readings
+from .step_loop import Coupled, couple, run_steps
+from .write_read_bwd import Saved, write_read_backward_cpu
+
+_INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _check_write_read(memory: Tensor, inputs: Inputs, chunk_size: int) -> None:
+    check_chunk_size(chunk_size)
+    check_token_inputs(memory, *inputs)
+
+
+def _empty_readings(memory: Tensor, k_idx: Tensor) -> Tensor:
+    return empty((*k_idx.shape[:2], memory.shape[1]), memory)
+
+
+def _empty_call_snapshot(memory: Tensor, k_idx: Tensor, chunk_size: int, mode: str) -> tuple[Tensor, Tensor]:
+    streams, tokens, writes = k_idx.shape
+    return empty_snapshot(num_steps(tokens, chunk_size) * streams * chunk_size * writes, memory, mode)
+
+
+def _empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, mode: str) -> Saved:
+    streams, tokens, writes = k_idx.shape
+    lead = (num_steps(tokens, chunk_size), streams)
+    dtype = accumulate_dtype(memory.dtype)
+    fields = empty_chunk_fields(lead, chunk_size, writes, q_idx.shape[2], memory, dtype)
+    snapshot, scales = _empty_call_snapshot(memory, k_idx, chunk_size, mode)
+    X, QX = (empty((*lead, chunk_size, chunk_size), memory, dtype) for _ in range(2))
+    return _saved(empty((*lead, chunk_size, memory.shape[1]), memory, dtype), snapshot, scales, X, QX, fields)
+
+
+def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: Tensor, fields: ChunkFields) -> Saved:
+    kept = {name: getattr(fields, name) for name in Saved._fields if name in ChunkFields._fields}
+    return Saved(retrieved, snapshot, scales, X, QX, **kept)
+
+
+def _record(kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int, plan: SnapshotPlan) -> None:
+    streams, tokens, writes = inputs[0].shape
+    record(
+        kind,
+        Dispatch(
+            op=op,
+            route="cpu",
+            situation=current_situation(memory.device),
+            layout=plan.layout,
+            writer=plan.writer,
+            steps=num_steps(tokens, chunk_size),
+            streams=streams,
+            tokens=tokens,
+            writes=writes,
+            reads=inputs[5].shape[2],
+            chunk_size=chunk_size,
+            head_dim=memory.shape[1],
+            num_slots=memory.shape[0],
+        ),
+    )
+
+
+def _forward_cpu(
+    op: str, bank: Tensor, inputs: Inputs, chunk_size: int, snapshot: tuple[Tensor, Tensor] | None, mode: str
+) -> tuple[Tensor, Tensor, Coupled]:
+    """Advances `bank` over all steps: readings [P, T, D], the retrieved rows, and what Phase 1 and the solve made."""
+    staged = stage_inputs(*inputs, num_slots=bank.shape[0], dtype=bank.dtype, chunk_size=chunk_size)
+    coupled = couple(staged)
+    plan = plan_snapshot(snapshot is not None, mode, current_situation(bank.device))
+    groups = coupled.fields.group_slot[:1].numel()
+
+    def write(step: int, bank: Tensor, *groups_of_step: Tensor) -> Tensor:
+        rows = slice(step * groups, (step + 1) * groups)
+        saved = (None, None) if snapshot is None else (snapshot[0][rows], snapshot[1][rows])
+        decay_write_(bank, *groups_of_step, *saved, mode)
+        return bank
+
+    _, readings, retrieved = run_steps(bank, staged, coupled, write)
+    _record("forward", op, bank, inputs, chunk_size, plan)
+    return unstage_readings(readings, inputs[0].shape[1]), retrieved, coupled
+
+
+def _write_read_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *inputs, chunk_size = args
+    _check_write_read(memory, inputs, chunk_size)
+    bank = memory.clone(memory_format=torch.contiguous_format)
+    readings, _, _ = _forward_cpu("write_read", bank, inputs, chunk_size, None, "none")
+    return readings, bank
+
+
+def _write_read_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *inputs, chunk_size = args
+    _check_write_read(memory, inputs, chunk_size)
+    return _empty_readings(memory, inputs[0]), empty(tuple(memory.shape), memory)
+
+
+def _write_read_in_place_cpu(memory: Tensor, *args: Any) -> Tensor:
+    *inputs, chunk_size = args
+    _check_write_read(memory, inputs, chunk_size)
+    check_contiguous_bank(memory)
+    return _forward_cpu("write_read_", memory, inputs, chunk_size, None, "none")[0]
+
+
+def _write_read_in_place_fake(memory: Tensor, *args: Any) -> Tensor:
+    *inputs, chunk_size = args
+    _check_write_read(memory, inputs, chunk_size)
+    check_contiguous_bank(memory)
+    return _empty_readings(memory, inputs[0])
+
+
+def _write_read_save_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, chunk_size, mode, _ = args
+    _check_write_read(memory, inputs, chunk_size)
+    check_mode(mode, memory.dtype)
+    bank = memory.clone(memory_format=torch.contiguous_format)
+    snapshot = _empty_call_snapshot(memory, inputs[0], chunk_size, mode)
+    for tensor in snapshot:
+        tensor.zero_()  # rows of unused groups are outputs too, and every output is reproducible
+    readings, retrieved, coupled = _forward_cpu("write_read_save", bank, inputs, chunk_size, snapshot, mode)
+    return readings, bank, *_saved(retrieved, *snapshot, coupled.X, coupled.QX, coupled.fields)
+
+
+def _write_read_save_fake(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, chunk_size, mode, _ = args
+    _check_write_read(memory, inputs, chunk_size)
+    check_mode(mode, memory.dtype)
+    saved = _empty_saved(memory, inputs[0], inputs[5], chunk_size, mode)
+    return _empty_readings(memory, inputs[0]), empty(tuple(memory.shape), memory), *saved
+
+
+def _empty_gradients(final_memory: Tensor, inputs: Inputs, mask: list[bool]) -> tuple[Tensor, ...]:
+    _, k_val, v, beta, g, _, q_val = inputs
+    return empty_gradients((final_memory, k_val, v, beta, g, q_val), mask)
+
+
+def _write_read_bwd_cpu(
+    dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    inputs, saved = args[:7], Saved(*args[7:-4])
+    chunk_size, mode, grad_bank_fp32, mask = args[-4:]
+    staged = stage_inputs(
+        *inputs, num_slots=final_memory.shape[0], dtype=final_memory.dtype, chunk_size=chunk_size, count_repeats=False
+    )
+    grads = write_read_backward_cpu(
+        dreadings, dfinal, final_memory, inputs, staged, saved, chunk_size, mode, grad_bank_fp32
+    )
+    plan = plan_snapshot(True, mode, current_situation(final_memory.device))
+    _record("backward", "write_read_bwd", final_memory, inputs, chunk_size, plan)
+    return tuple(grad if wanted else grad.new_empty(0) for grad, wanted in zip(grads, mask, strict=True))
+
+
+def _write_read_bwd_fake(
+    dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    return _empty_gradients(final_memory, args[:7], args[-1])
+
+
+write_read_bwd_op = register(
+    f"write_read_bwd(Tensor? dreadings, Tensor? dfinal, Tensor final_memory, {_INPUTS}, "
+    f"{', '.join(f'Tensor {name}' for name in Saved._fields)}, int chunk_size, str snapshot_quant, bool grad_bank_fp32, "
+    "bool[] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_write_read_bwd_cpu,
+    fake=_write_read_bwd_fake,
+)
+
+
+def _setup_write_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[1], *inputs[1:8], *output[2:])
+    ctx.settings = inputs[8:]
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _write_read_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if dreadings is None and dfinal is None:
+        return (None,) * 11
+    mask = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 7)]
+    grads = write_read_bwd_op(dreadings, dfinal, *ctx.saved_tensors, *ctx.settings, mask)
+    dmemory, dk_val, dv, dbeta, dg, dq_val = wanted_gradients(grads, mask)
+    return dmemory, None, dk_val, dv, dbeta, dg, None, dq_val, None, None, None
+
+
+write_read_op = register(
+    f"write_read(Tensor memory, {_INPUTS}, int chunk_size) -> (Tensor, Tensor)",
+    cpu=_write_read_cpu,
+    fake=_write_read_fake,
+)
+
+write_read_save_op = register(
+    f"write_read_save(Tensor memory, {_INPUTS}, int chunk_size, str snapshot_quant, bool grad_bank_fp32)"
+    f" -> ({', '.join(['Tensor'] * (2 + len(Saved._fields)))})",
+    cpu=_write_read_save_cpu,
+    fake=_write_read_save_fake,
+    setup_context=_setup_write_read,
+    backward=_write_read_backward,
+)
+
+write_read_in_place_op = register(
+    f"write_read_(Tensor(a!) memory, {_INPUTS}, int chunk_size) -> Tensor",
+    cpu=_write_read_in_place_cpu,
+    fake=_write_read_in_place_fake,
+)
+
+
+def _write_read_traced(memory: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """The step loop over the registered stage ops, in traceable Python."""
+    _check_write_read(memory, inputs, chunk_size)
+    staged = stage_inputs(*inputs, num_slots=memory.shape[0], dtype=memory.dtype, chunk_size=chunk_size)
+
+    def write(step: int, bank: Tensor, *groups: Tensor) -> Tensor:
+        return decay_write(bank, *groups)
+
+    bank, readings, _ = run_steps(memory, staged, couple(staged), write)
+    final = memory.clone(memory_format=torch.contiguous_format) if bank is memory else bank
+    return unstage_readings(readings, inputs[0].shape[1]), final
+
+
+def sdm_write_read(
+    memory: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    *,
+    chunk_size: int = 64,
+    snapshot_quant: str = "none",
+    grad_bank_fp32: bool = False,
+    trace_steps: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Writes and reads T tokens of P streams. Equivalent code: `reference.write_read`, a loop over tokens.
+
+    Args:
+        memory: [num_slots, D] bank, bfloat16 or float32 (float64 on the CPU); left as it was.
+        k_idx: [P, T, W] int32 or int64 bank rows, distinct within a token; negative means no slot. Streams share no rows.
+        k_val: [P, T, W] write weights. v: [P, T, D] values. beta: [P, T, 1] write strengths.
+        g: [P, T, 1] log-decay per token, or [P, T, W] per write; -inf erases.
+        q_idx, q_val: [P, T, R] bank rows to read, and weights. W and R are 1 to 256.
+        chunk_size: tokens per chunk, 1 to 256: speed, memory and rounding, not meaning.
+        snapshot_quant: what a training call keeps of overwritten rows: "none", "bf16", "fp8" or "int4". It changes
+            gradients by rounding, never a forward value.
+        grad_bank_fp32: accumulate a bfloat16 bank's gradient in float32, rounded once at the end.
+        trace_steps: run the step loop over the stage ops, so that a compiler sees every stage of every step as a node.
+    Returns:
+        readings: [P, T, D] and the final bank [num_slots, D], the bank's dtype, fresh memory, both differentiable with
+        respect to every float input, in each one's own dtype.
+    Raises:
+        ValueError: shapes, devices or settings disagree. UnsupportedConfigurationError: a dtype, width or chunk size
+        outside the supported range. IndexError: an id at or above num_slots (CPU).
+    Note: no synchronisation on a GPU; forward-mode AD and double backward raise. SPEC sections 1 to 4.
+    """
+    inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
+    if trace_steps:
+        if snapshot_quant != "none" or grad_bank_fp32:
+            raise UnsupportedConfigurationError(
+                "trace_steps=True keeps every step's bank as it is: "
+                f"snapshot_quant is {snapshot_quant!r} and grad_bank_fp32 is {grad_bank_fp32}; "
+                "use 'none' and False, or trace_steps=False"
+            )
+        return _write_read_traced(memory, inputs, chunk_size)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (memory, k_val, v, beta, g, q_val)):
+        readings, final, *_ = write_read_save_op(memory, *inputs, chunk_size, snapshot_quant, grad_bank_fp32)
+        return readings, final
+    check_mode(snapshot_quant, memory.dtype)
+    return write_read_op(memory, *inputs, chunk_size)
+
+
+def sdm_write_read_(
+    memory: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    *,
+    chunk_size: int = 64,
+) -> Tensor:
+    """`sdm_write_read` for inference: advances `memory` in place and returns the readings alone.
+
+    Args:
+        memory: [num_slots, D], contiguous. The others as in `sdm_write_read`.
+    Returns:
+        readings: [P, T, D], the bank's dtype, fresh memory.
+    Raises:
+        As `sdm_write_read`; ValueError also for a bank that is not contiguous; RuntimeError where grad mode is on and a
+        float input requires a gradient. Nothing has been written then.
+    Note: mutates `memory` alone. SPEC sections 1 and 2.
+    """
+    return write_read_in_place_op(memory, k_idx, k_val, v, beta, g, q_idx, q_val, chunk_size)

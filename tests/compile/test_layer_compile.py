@@ -1,0 +1,171 @@
+"""torch.compile takes the whole layer: one graph per situation, few over many lengths, the values of eager."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig
+
+MODES = {"train": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+LENGTHS = (5, 7, 2, 19, 8, 30)  # around and over the chunk size
+SETTINGS = {
+    "default": {},
+    "all": {
+        "normalize_readings": True,
+        "output_gate": True,
+        "query_batchnorm": True,
+        "key_weighted_decay": True,
+        "read_act": "l2_normalize",
+    },
+    "zero memory": {"backprop_on_memory": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_layer(**settings):
+    torch.manual_seed(0)
+    shape = {"dim": 12, "num_heads": 2, "slots_per_head": 16, "num_writes": 3, "num_reads": 4, "chunk_size": 8}
+    return SparseDeltaMemory(SparseDeltaMemoryConfig(**shape, **settings)).eval()
+
+
+def compiled(layer, backend="aot_eager"):
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(layer, fullgraph=True, backend=counter), counter
+
+
+def run(function, layer, x, state):
+    """Everything that a call gives: y, the bank and, where there are any, the gradients of both."""
+    y, after = function(x, state)
+    outs = [y, after.bank]
+    if not y.requires_grad:
+        return after, outs
+    inputs = [x, *layer.parameters(), *([state.bank] if state is not None else [])]
+    loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + (after.bank * after.bank.detach().cos()).sum()
+    return after, outs + list(torch.autograd.grad(loss, inputs, allow_unused=True))
+
+
+def assert_same(actual, expected, tolerance=0.0):
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def start(layer, batch, mode):
+    """A state as a user has it in this mode; in training, one that wants a gradient."""
+    state = layer.init_state(batch).detach()
+    if mode == "train":
+        state.bank.requires_grad_()
+    return state
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("passed", [False, True], ids=["no state", "state"])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_graphs_over_many_lengths(mode, passed, settings):
+    layer = make_layer(**SETTINGS[settings])
+    function, counter = compiled(layer)
+    with MODES[mode]():
+        for tokens in LENGTHS:
+            x = torch.randn(2, tokens, 12, requires_grad=mode == "train")
+            states = [start(layer, 2, mode), start(layer, 2, mode)] if passed else [None, None]
+            after, actual = run(function, layer, x, states[0])
+            _, expected = run(layer, layer, x, states[1])
+            assert_same(actual, expected, 1e-6)
+            assert (after is states[0]) == (passed and mode != "train")
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("prompt", [True, False], ids=["after a prompt", "from init_state"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_decoding_never_recompiles_after_two_steps(mode, prompt):
+    layer = make_layer(output_gate=True, key_weighted_decay=True)
+    function, counter = compiled(layer)
+    x = torch.randn(2, 24, 12)
+    with MODES[mode]():
+        whole, end = layer(x)
+        if prompt:
+            first, state = function(x[:, :4])
+            outs = [first]
+        else:
+            state = layer.init_state(2)
+            outs = []
+        for t in range(4 if prompt else 0, 24):
+            y, after = function(x[:, t : t + 1], state)
+            assert after is state
+            outs.append(y)
+            if len(outs) == 3:
+                graphs = counter.frame_count
+    assert counter.frame_count == graphs <= 2
+    assert_same([torch.cat(outs, 1), state.bank], [whole, end.bank], 1e-5)
+
+
+def test_one_token_in_training():
+    layer = make_layer(output_gate=True)
+    function, counter = compiled(layer)
+    for _ in range(3):
+        x = torch.randn(2, 1, 12, requires_grad=True)
+        states = [start(layer, 2, "train"), start(layer, 2, "train")]
+        kept = states[0].bank.detach().clone()
+        after, actual = run(function, layer, x, states[0])
+        assert_same(actual, run(layer, layer, x, states[1])[1], 1e-6)
+        assert after is not states[0] and torch.equal(states[0].bank, kept)
+    assert counter.frame_count == 1
+
+
+def test_segments_chain_through_compiled_calls():
+    layer = make_layer()
+    function, _ = compiled(layer)
+    x = torch.randn(2, 20, 12)
+
+    def chained(f):
+        state, outs = None, []
+        for piece in x.split([9, 6, 5], 1):
+            y, state = f(piece, state)
+            outs.append(y)
+        loss = torch.cat(outs, 1).square().sum() + state.bank.sum()
+        return [*outs, *torch.autograd.grad(loss, list(layer.parameters()))]
+
+    assert_same(chained(function), chained(layer), 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_autocast(mode):
+    layer = make_layer(normalize_readings=True, output_gate=True)
+    function, counter = compiled(layer)
+    with MODES[mode](), torch.autocast("cpu", torch.bfloat16):
+        for tokens in (5, 9, 17):
+            x = torch.randn(2, tokens, 12)
+            states = [SDMState(torch.zeros(64, 6)), SDMState(torch.zeros(64, 6))]  # float32 banks
+            y, after = function(x, states[0])
+            expected, expected_after = layer(x, states[1])
+            assert y.dtype == torch.bfloat16 and after.bank.dtype == torch.float32
+            assert_same([y, after.bank], [expected, expected_after.bank], 1e-6)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inductor(mode, cpp_compiler):
+    """The default backend reorders and reuses memory: the bank must come out right, and the learned memory unharmed."""
+    layer = make_layer(normalize_readings=True, output_gate=True)
+    function, _ = compiled(layer, "inductor")
+    x = torch.randn(1, 9, 12, requires_grad=mode == "train")
+    memory = layer.memory.detach().clone()
+    with MODES[mode]():
+        after, actual = run(function, layer, x, None)
+        expected_after, expected = run(layer, layer, x, None)
+        assert_same(actual, expected, 1e-5)
+        if mode != "train":
+            for piece in (x, x[:, :1], x[:, 1:2]):
+                after, actual = run(function, layer, piece, after)
+                expected_after, expected = run(layer, layer, piece, expected_after)
+                assert_same(actual, expected, 1e-5)
+    assert torch.equal(layer.memory, memory)

@@ -1,0 +1,31 @@
+"""What every test runs under: a fixed seed, fresh memory poisoned with NaN, no compiled code left over from another test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_start() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` returns NaN (the largest value for integers), so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,310 @@
+"""The commands, run as users run them, on a model that trains in moments."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from sdm_compile import cli, doctor, machine
+from sdm_compile.checkpoint import Checkpoint
+from sdm_compile.cli import main
+from sdm_compile.text import Corpus
+
+STEPS = 6
+SUMMARY = re.compile(
+    r"^validation (\d+\.\d\d) -> (\d+\.\d\d) bits/byte \| training [\d,]+ tokens/s \| decode [\d,]+ tokens/s \| "
+    r"cpu, \d+ threads$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"".join(b"%d little bytes, and %d more. " % (i, i * i) for i in range(60)))
+    return path
+
+
+def settings(text: Path, out: Path, **changed: object) -> list[str]:
+    """Arguments of a small training run."""
+    options = {
+        "steps": STEPS, "batch": 2, "length": 24, "warmup": 1, "lr": 0.02, "dim": 16, "num-layers": 1, "hidden-dim": 16,
+        "num-heads": 2, "slots-per-head": 16, "num-writes": 2, "num-reads": 3, "chunk-size": 8, "sample": 8,
+    } | {name.replace("_", "-"): value for name, value in changed.items()}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return ["train", "--no-compile", "--text", str(text), "--out", str(out), *words]
+
+
+def resume(out: Path, *more: str) -> list[str]:
+    return ["train", "--no-compile", "--resume", "--sample", "3", "--out", str(out), *more]
+
+
+def same_checkpoint(a: Path, b: Path) -> bool:
+    files = [folder / cli.CHECKPOINT for folder in (a, b)]
+    tensors = [load_file(file) for file in files]
+    metadata = []
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            metadata.append(json.loads(opened.metadata()["run"]))
+    same = tensors[0].keys() == tensors[1].keys() and all(torch.equal(tensors[0][k], tensors[1][k]) for k in tensors[0])
+    return same and metadata[0] == metadata[1]
+
+
+def test_train_reports(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(settings(text, tmp_path / "run", steps=40)) == 0
+    out, err = capfd.readouterr()
+    start, end = map(float, SUMMARY.search(out).groups())
+    assert abs(start - 8) < 0.3
+    assert end < 5
+    assert re.search(r"decode against full forward: largest difference \d\.\de-\d\d, equal", out)
+    assert "training: 100%" in err
+
+
+def test_no_arguments_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_train", lambda args: (args.out, args.resume, args.no_compile, hasattr(args, "steps")))
+    assert main([]) == (Path("sdm-run"), False, False, False)
+
+
+def test_train_fails_where_decoding_differs(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "decode_differences", lambda model, forward, tokens: torch.full((4,), 0.01))
+    assert main(settings(text, tmp_path / "run")) == 1
+    assert "NOT EQUAL" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("moment", ["forward", "optimizer", "evaluation"])
+def test_interrupted_and_resumed_run_equals_an_uninterrupted_one(
+    moment: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(settings(text, tmp_path / "whole", seed=3)) == 0
+    original = torch.optim.AdamW.step, Corpus.batch
+    done = []
+
+    def interrupted_step(self: torch.optim.AdamW, *args: object) -> object:
+        done.append("step")
+        if len(done) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return original[0](self, *args)
+
+    def interrupted_batch(self: Corpus, step: int, *args: int) -> torch.Tensor:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return original[1](self, step, *args)
+
+    def interrupted_evaluation(*args: object) -> float:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "parts"
+    with monkeypatch.context() as patch:
+        if moment == "optimizer":
+            patch.setattr(torch.optim.AdamW, "step", interrupted_step)
+        elif moment == "forward":
+            patch.setattr(Corpus, "batch", interrupted_batch)
+        else:
+            patch.setattr(cli, "evaluate", interrupted_evaluation)
+        assert main(settings(text, out, seed=3)) == cli.INTERRUPTED
+    expected = 0 if moment == "evaluation" else 3
+    assert f"stopped after step {expected}; --resume goes on" in capfd.readouterr().err
+    assert Checkpoint.load(out / cli.CHECKPOINT).step == expected
+    assert main(["generate", "--checkpoint", str(out / cli.CHECKPOINT), "--max-tokens", "3"]) == 0
+
+    torch.manual_seed(99)
+    assert main(resume(out)) == 0
+    assert same_checkpoint(tmp_path / "whole", out)
+    assert "validation" in capfd.readouterr().out
+
+
+def test_checkpoints_are_saved_on_the_way(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    original = Checkpoint.save
+    monkeypatch.setattr(Checkpoint, "save", lambda self, path: (steps.append(self.step), original(self, path)))
+    assert main(settings(text, tmp_path / "run", save_every=2)) == 0
+    assert steps == [2, 4, 6, 6]
+
+
+def test_resuming_a_finished_run_reports_again(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(settings(text, tmp_path / "run")) == 0
+    first = re.search(r"validation .* bits/byte", capfd.readouterr().out)[0]
+    assert main(resume(tmp_path / "run")) == 0
+    out = capfd.readouterr().out
+    assert first in out
+    assert "training too short to time" in out
+
+
+def test_resume_may_change_steps_alone(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(settings(text, out)) == 0
+    assert main(resume(out, "--steps", "8", "--lr", "0.02")) == 0  # the value that it has
+    assert Checkpoint.load(out / cli.CHECKPOINT).step == 8
+    for option, name in (("--lr", "lr"), ("--dim", "dim")):
+        with pytest.raises(SystemExit, match=f"the checkpoint has {name} = .*, which cannot become 32"):
+            main(resume(out, option, "32"))
+    text.write_bytes(text.read_bytes() + b".")
+    with pytest.raises(SystemExit, match="not the one that the run began with"):
+        main(resume(out))
+
+
+def test_new_run_keeps_the_previous_checkpoint(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(settings(text, out)) == 0
+    old = (out / cli.CHECKPOINT).read_bytes()
+    assert main(settings(text, out, seed=1)) == 0
+    kept = out / f"previous-{cli.CHECKPOINT}"
+    assert kept.read_bytes() == old
+    assert f"kept as {kept}" in capfd.readouterr().out
+
+
+def test_refusals(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for arguments, message in [
+        (resume(out), "no checkpoint at"),
+        (settings(tmp_path / "missing", out), "No such file"),
+        (settings(text, out, batch=0), "batch must be at least 1"),
+        (settings(text, out, length=100000), "too few for a window"),
+        (settings(text, out, slots_per_head=17), "not a square"),
+        (settings(text, out, device="nowhere"), "cannot use device 'nowhere'"),
+    ]:
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            main(arguments)
+    assert not out.exists()
+
+
+# Checkpoints
+
+
+def test_checkpoint_files(text: Path, tmp_path: Path) -> None:
+    assert main(settings(text, tmp_path / "run")) == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [cli.CHECKPOINT]
+    path = tmp_path / "run" / cli.CHECKPOINT
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["format_version"] == "1"
+    tensors = load_file(path)
+    later = tmp_path / "later.safetensors"
+    save_file(tensors, later, metadata | {"format_version": "2"})
+    other = tmp_path / "other.safetensors"
+    save_file(tensors, other)
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(path.read_bytes()[:100])
+    for file, message in [
+        (later, "format version 2; this one reads 1"),
+        (other, "not a language model checkpoint"),
+        (broken, "not a safetensors file"),
+        (tmp_path / "none", "no checkpoint at"),
+    ]:
+        with pytest.raises(SystemExit, match=message):
+            main(["generate", "--checkpoint", str(file)])
+
+
+def test_failed_save_leaves_the_older_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    assert main(settings(text, out)) == 0
+    path = out / cli.CHECKPOINT
+    checkpoint, before = Checkpoint.load(path), path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.save(path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in out.iterdir()] == [cli.CHECKPOINT]
+
+
+# Generation
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text").write_bytes(b"abcdefgh " * 100)
+    assert main(settings(folder / "text", folder, steps=60)) == 0
+    return folder / cli.CHECKPOINT
+
+
+def test_generation(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(*options: str) -> str:
+        capfd.readouterr()
+        assert main(["generate", "--checkpoint", str(trained), *options]) == 0
+        return capfd.readouterr().out
+
+    greedy = run("--prompt", "abcdefgh abc", "--temperature", "0", "--max-tokens", "12")
+    assert greedy == "abcdefgh abcdefgh abcdefg"[:24] + "\n"
+    hot = ["--prompt", "abc", "--temperature", "3", "--max-tokens", "40"]
+    assert run(*hot, "--seed", "1") == run(*hot, "--seed", "1") != run(*hot, "--seed", "2")
+    assert run(*hot, "--seed", "1", "--top-p", "1e-9") == run(*hot, "--temperature", "0")
+    assert run("--prompt", "abcdefgh abc", "--temperature", "0", "--stop", "xyz", "--stop", "gh") == "abcdefgh abcdef\n"
+    assert run("--prompt", "abc", "--max-tokens", "0") == "abc\n"
+    assert run("--prompt", "ü", "--max-tokens", "0") == "ü\n"
+    with pytest.raises(SystemExit, match="top_p must be above 0"):
+        run("--top-p", "0")
+    with pytest.raises(SystemExit, match="at least one byte"):
+        run("--prompt", "")
+
+
+# The machine
+
+
+def test_without_a_compiler(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setattr(torch, "compile", None)
+    arguments = settings(text, tmp_path / "run")
+    arguments.remove("--no-compile")
+    assert main(arguments) == 0
+    assert "no C++ compiler was found: running uncompiled" in capfd.readouterr().out
+    main(["doctor"])
+    assert re.search(r"torch.compile +not available: no C\+\+ compiler was found", capfd.readouterr().out)
+
+
+def test_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine.cpp_builder, "get_cpp_compiler", lambda: "c++")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert machine.why_not_compile() is None
+    (tmp_path / "Python.h").unlink()
+    assert "Python.h" in machine.why_not_compile()
+
+
+def test_doctor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor"]) == 0
+    out = capfd.readouterr().out
+    assert f"torch          {torch.__version__}" in out
+    assert out.count(" ok") == 4
+    assert re.search(r"sdm_write_read +cpu", out)
+    original = doctor.sdm_decode_step
+    monkeypatch.setattr(doctor, "sdm_decode_step", lambda *args: original(*args) * 1.001)
+    assert main(["doctor"]) == 1
+    assert re.search(r"sdm_decode_step +\d\.\de-\d\d FAILED", capfd.readouterr().out)
+
+
+def test_run_as_a_module() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sdm_compile", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    result = run("--help")
+    assert result.returncode == 0
+    assert re.search(r"train.*\n.*generate.*\n.*doctor", result.stdout)
+    assert run("fly").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "doctor"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"sdm_compile {command}" in capsys.readouterr().out

@@ -1,0 +1,323 @@
+"""The language model, its text, its training and its generation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from sdm_compile.generation import TextStream, decode_differences, generate, sample
+from sdm_compile.lm import CausalConv, LanguageModel, LMConfig, LMState
+from sdm_compile.machine import pick_device
+from sdm_compile.text import Corpus
+from sdm_compile.training import TrainConfig, Trainer, evaluate, interrupts_held
+
+CONFIG = LMConfig(
+    dim=12, num_layers=2, hidden_dim=20, conv_width=3,
+    num_heads=2, slots_per_head=16, num_writes=3, num_reads=5, chunk_size=4,
+)  # fmt: skip
+CPU = torch.device("cpu")
+TEXT = b"".join(b"%d little bytes, and %d more of them. " % (i, i * i) for i in range(60))
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    """In float64, where no rounding can change which slots are the best."""
+    torch.manual_seed(0)
+    return LanguageModel(CONFIG).double()
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+def test_new_model_predicts_nearly_uniformly(tokens: torch.Tensor) -> None:
+    logits, _ = LanguageModel(LMConfig(dim=64))(tokens)
+    bits = F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / math.log(2)
+    assert abs(bits.item() - 8) < 0.1
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolution(width: int) -> None:
+    conv = CausalConv(5, width)
+    torch.nn.init.normal_(conv.weight)
+    x = torch.randn(3, 7, 5)
+    y, tail = conv(x, torch.zeros(3, width - 1, 5))
+    expected = F.conv1d(F.pad(x.mT, (width - 1, 0)), conv.weight.T[:, None], groups=5).mT
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(tail, x[:, 7 - (width - 1) :], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [(13,), (5, 8), (1,) * 13, (0, 1, 12), (2, 2, 9)])
+@pytest.mark.parametrize("grad", [True, False])
+def test_segments_equal_the_whole(
+    model: LanguageModel, tokens: torch.Tensor, lengths: tuple[int, ...], grad: bool
+) -> None:
+    whole, _ = model(tokens)
+    with torch.set_grad_enabled(grad):
+        state, parts = model.init_state(2), []
+        for segment in tokens.split(lengths, dim=1):
+            logits, state = model(segment, state)
+            parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
+def test_without_grad_mode_the_state_is_advanced_in_place(model: LanguageModel, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        state = model.init_state(2)
+        before = [leaf.data_ptr() for leaf in pytree.tree_leaves(state)]
+        start = [leaf.clone() for leaf in pytree.tree_leaves(state)]
+        _, after = model(tokens, state)
+    assert after is state
+    assert [leaf.data_ptr() for leaf in pytree.tree_leaves(state)] == before
+    assert not any(torch.equal(a, b) for a, b in zip(start, pytree.tree_leaves(state), strict=True))
+
+
+def test_with_grad_mode_the_state_is_left_and_carries_gradient(model: LanguageModel, tokens: torch.Tensor) -> None:
+    _, state = model(tokens[:, :6])
+    kept = [leaf.detach().clone() for leaf in pytree.tree_leaves(state)]
+    logits, after = model(tokens[:, 6:], state)
+    assert after is not state
+    for leaf, value in zip(pytree.tree_leaves(state), kept, strict=True):
+        torch.testing.assert_close(leaf.detach(), value, rtol=0, atol=0)
+    weight = torch.randn_like(logits)
+    (logits * weight).sum().backward()
+    cut = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    whole, _ = model(tokens)
+    (whole[:, 6:] * weight).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(cut[name], parameter.grad, msg=name)
+
+
+def test_state_is_a_pytree(model: LanguageModel) -> None:
+    leaves, spec = pytree.tree_flatten(model.init_state(3))
+    assert [leaf.shape for leaf in leaves] == 2 * [(3 * 2 * 16, 6)] + 2 * [(3, 2, 12)]
+    rebuilt = pytree.tree_unflatten([leaf + 1 for leaf in leaves], spec)
+    assert isinstance(rebuilt, LMState)
+    assert torch.equal(rebuilt.tails[1], leaves[3] + 1)
+
+
+def test_state_made_in_inference_mode_is_ordinary(model: LanguageModel) -> None:
+    with torch.inference_mode():
+        state = model.init_state(1)
+    assert not any(leaf.is_inference() for leaf in pytree.tree_leaves(state))
+
+
+def test_meta_device(tokens: torch.Tensor) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(CONFIG)
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(math.nan)
+    model.init_weights()
+    assert model(tokens)[0].isfinite().all()
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
+        LMConfig(num_layers=0)
+
+
+def test_compiled_whole(model: LanguageModel, tokens: torch.Tensor) -> None:
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
+    results = []
+    for forward in (model, compiled):
+        logits, _ = forward(tokens)
+        (logits * torch.arange(256)).sum().backward()
+        with torch.no_grad():
+            state = model.init_state(2)
+            steps = [forward(tokens[:, i : i + 1].contiguous(), state)[0].clone() for i in range(6)]
+        results.append([logits.detach(), *steps, *pytree.tree_leaves(state)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    for (name, a), b in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def test_compiled_decode_loop_never_recompiles(model: LanguageModel) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
+    generated = generate(model, compiled, b"ab", temperature=1, top_p=1, seed=0)
+    next(generated)
+    assert counter.frame_count == 1
+    for _ in range(20):
+        next(generated)
+    assert counter.frame_count == 1
+
+
+# The text
+
+
+def test_default_text_is_the_help_topics() -> None:
+    corpus = Corpus.load([])
+    text = bytes(torch.cat([corpus.train, corpus.validation]).tolist())
+    assert b"The \"assert\" statement" in text
+    assert len(corpus.validation) == len(text) // 10 > 10_000
+
+
+def test_own_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff" * 15)
+    (tmp_path / "b").write_bytes(b"\x00" * 15)
+    corpus = Corpus.load([tmp_path / "a", tmp_path / "b"])
+    assert corpus.train.tolist() == [255] * 15 + [0] * 12
+    assert corpus.validation.tolist() == [0] * 3
+    assert corpus.digest != Corpus.load([tmp_path / "b", tmp_path / "a"]).digest
+
+
+def test_short_text() -> None:
+    with pytest.raises(ValueError, match="at least 20 bytes, got 3"):
+        Corpus.from_bytes(b"abc")
+    with pytest.raises(ValueError, match="too few for a window of 30"):
+        Corpus.from_bytes(bytes(range(30))).batch(0, seed=0, batch=1, length=29)
+
+
+def test_batches_are_windows_that_depend_on_seed_and_step() -> None:
+    corpus = Corpus.from_bytes(bytes(range(200)))
+    first = corpus.batch(3, seed=5, batch=400, length=10)
+    assert torch.equal(first, first[:, :1] + torch.arange(11))
+    assert set(first[:, 0].tolist()) == set(range(170))  # every window of the training bytes, no other
+    assert torch.equal(first, corpus.batch(3, seed=5, batch=400, length=10))
+    assert not torch.equal(first, corpus.batch(4, seed=5, batch=400, length=10))
+    assert not torch.equal(first, corpus.batch(3, seed=6, batch=400, length=10))
+
+
+# Training
+
+
+def test_training_learns() -> None:
+    trainer = Trainer(CONFIG, TrainConfig(steps=30, batch=4, length=32, lr=2e-2, warmup=3), CPU)
+    corpus = Corpus.from_bytes(TEXT)
+    before = evaluate(trainer.model, trainer.model, corpus.validation, 4, 32)
+    for _ in range(30):
+        trainer.train_step(trainer.model, corpus)
+    after = evaluate(trainer.model, trainer.model, corpus.validation, 4, 32)
+    assert abs(before - 8) < 0.2
+    assert after < 4.5
+
+
+def test_evaluation_equals_the_full_forward(model: LanguageModel) -> None:
+    text = torch.randint(256, (42,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    logits, _ = model(text[None, :-1].long())
+    bits = F.cross_entropy(logits[0].float(), text[1:].long()).item() / math.log(2)
+    assert evaluate(model, model, text, 1, 7) == pytest.approx(bits, rel=1e-6)  # a padded sixth segment
+    # Two streams of 21 predictions: the second begins anew at byte 21.
+    bits = (21 * evaluate(model, model, text[:22], 1, 7) + 20 * evaluate(model, model, text[21:], 1, 7)) / 41
+    assert evaluate(model, model, text, 2, 7) == pytest.approx(bits, rel=1e-6)
+
+
+def test_learning_rate() -> None:
+    config = TrainConfig(steps=100, lr=1.0, warmup=10)
+    rates = [config.learning_rate(step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.525)
+    assert rates[100] == pytest.approx(0.05)
+
+
+def test_weight_decay_exceptions() -> None:
+    trainer = Trainer(CONFIG, TrainConfig(weight_decay=0.3), CPU)
+    decays = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer.model.named_parameters():
+        exempt = parameter.ndim < 2 or name == "embedding.weight" or name.endswith(("A_log", "dt_bias", "memory"))
+        assert decays[id(parameter)] == (0.0 if exempt else 0.3), name
+
+
+@pytest.mark.parametrize(
+    "setting", [{"steps": -1}, {"batch": 0}, {"length": 0}, {"lr": 0.0}, {"lr": math.nan}, {"seed": -1}]
+)
+def test_bad_training_settings(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        TrainConfig(**setting)
+
+
+def test_interrupts_wait_for_the_block_to_end() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+        done.append("never")
+    assert done == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# Generation
+
+
+def test_sampling() -> None:
+    logits = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
+
+    def frequencies(temperature: float, top_p: float) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        drawn = [sample(logits, temperature, top_p, generator) for _ in range(4000)]
+        return [drawn.count(i) / 4000 for i in range(4)]
+
+    assert frequencies(0, 1) == [0, 1, 0, 0]
+    assert frequencies(1, 1) == pytest.approx([0.1, 0.5, 0.15, 0.25], abs=0.03)
+    squares = [p * p / 0.345 for p in (0.1, 0.5, 0.15, 0.25)]
+    assert frequencies(0.5, 1) == pytest.approx(squares, abs=0.03)
+    assert frequencies(1, 0.7) == pytest.approx([0, 2 / 3, 0, 1 / 3], abs=0.03)
+    assert frequencies(1, 0.3) == [0, 1, 0, 0]  # the likeliest stays, whatever it has
+
+
+def test_generation_follows_the_model(model: LanguageModel) -> None:
+    stream = generate(model, model, b"seed", temperature=0, top_p=1, seed=0)
+    text = b"seed" + bytes(next(stream) for _ in range(12))
+    logits, _ = model(torch.tensor([list(text)]))
+    assert logits[0, 3:-1].argmax(-1).tolist() == list(text[4:])
+
+
+def test_generation_settings(model: LanguageModel) -> None:
+    for prompt, temperature, top_p, message in [
+        (b"", 1, 1, "at least one byte"),
+        (b"a", -1, 1, "temperature"),
+        (b"a", math.nan, 1, "temperature"),
+        (b"a", 1, 0, "top_p"),
+        (b"a", 1, 1.5, "top_p"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate(model, model, prompt, temperature, top_p, 0)
+
+
+def test_text_stream() -> None:
+    def pieces(text: str | bytes, *stops: str) -> list[str]:
+        stream = TextStream(stops)
+        data = text if isinstance(text, bytes) else text.encode()
+        return [*(stream.feed(byte) for byte in data), stream.feed(None)]
+
+    assert pieces("né") == ["n", "", "é", ""]
+    assert pieces("né".encode()[:-1]) == ["n", "", "\N{REPLACEMENT CHARACTER}"]
+    assert pieces(b"a\xffb") == ["a", "\N{REPLACEMENT CHARACTER}", "b", ""]
+    assert pieces("xaab", "aab") == ["x", "", "", "", ""]  # held back, then cut
+    assert pieces("aaab", "aab") == ["", "", "a", "", ""]
+    assert pieces("xaa", "aab") == ["x", "", "", "aa"]  # held back, then shown at the end
+    assert pieces("one. two; three", "; ", ". ") == ["o", "n", "e", *[""] * 13]
+    assert "".join(pieces("plain", "")) == "plain"
+
+
+def test_decode_differences(model: LanguageModel) -> None:
+    tokens = torch.randint(256, (30,), dtype=torch.uint8)
+    assert decode_differences(model, model, tokens).shape == (30,)
+    assert decode_differences(model, model, tokens).max() < 1e-6
+
+    def forgetful(token: torch.Tensor, state: LMState) -> tuple[torch.Tensor, LMState]:
+        logits, _ = model(token, model.init_state(1))
+        return logits, state
+
+    differences = decode_differences(model, forgetful, tokens)
+    assert differences[:15].max() < 1e-6 < 1e-3 < differences[15:].min()
+
+
+def test_devices() -> None:
+    assert pick_device() == CPU
+    assert pick_device("cpu") == CPU
+    with pytest.raises(ValueError, match="cannot use device 'nowhere'"):
+        pick_device("nowhere")
