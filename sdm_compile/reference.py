@@ -1,7 +1,8 @@
 """The meaning of every op, as obvious loops over plain PyTorch: differentiable, any float dtype, never fast.
 
 `write_read` and `decode_step` are SPEC section 1 read aloud; the other functions are one stage each of the chunked form
-(section 2), in the shapes that the ops use. Nothing in the library computes with these: they are what tests compare with.
+(section 2), in the shapes that the ops use. Nothing in the library computes with these: they are what tests compare
+with.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def stage_inputs(
 
 def unstage_readings(readings: Tensor, tokens: int) -> Tensor:
     """Time-major readings [steps, P, C, D] back to [P, T, D]."""
-    steps, streams, chunk, _ = readings.shape
+    _, streams, chunk, _ = readings.shape
     rows = [[readings[t // chunk, p, t % chunk] for t in range(tokens)] for p in range(streams)]
     if not tokens or not streams:
         return readings.new_zeros(streams, tokens, readings.shape[3])
@@ -179,13 +180,10 @@ def _phase1_chunk(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val:
     def grid(rows: list[list[Tensor]]) -> Tensor:
         return torch.stack([torch.stack(row) for row in rows])
 
-    ids = dict(dtype=torch.int32, device=k_idx.device)
     return (
         *(grid(rows) for rows in (k_eff, q_w, write_w, a, qk)),
         torch.stack(decay),
-        torch.tensor(order, **ids),
-        torch.tensor(start, **ids),
-        torch.tensor(slots, **ids),
+        *(torch.tensor(x, dtype=torch.int32, device=k_idx.device) for x in (order, start, slots)),
     )
 
 
@@ -304,8 +302,8 @@ def _topk_row(scores: Tensor, factors: Sequence[int], k: int) -> list[int]:
 def product_key_topk_exhaustive(scores: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
     """The k best of all slots of one row [sum(factors)], every slot scored: what the rule must find.
 
-    Where float32 sums are exact and no infinities meet, the same slots as the rule's; elsewhere the same scores, but
-    where rounding makes two sums equal the rule may keep the slot with the larger id.
+    Of finite scores, the rule finds the same ones, and the same slots where the sums are exact; where rounding makes
+    two sums equal, the rule may keep the slot with the larger id.
     """
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     first, *others = wide.split(list(factors))

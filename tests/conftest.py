@@ -1,4 +1,5 @@
-"""What every test runs under: a fixed seed, fresh memory poisoned with NaN, no compiled code left over from another test."""
+"""What every test runs under: a fixed seed, fresh memory poisoned with NaN, no compiled code left over from another
+test."""
 
 from __future__ import annotations
 

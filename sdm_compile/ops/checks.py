@@ -1,6 +1,6 @@
 """Argument checks shared by the stages. Every message names the argument, what was got, and what would work.
 
-They read shapes, dtypes and devices alone, so that kernels and fake kernels call the same ones, and symbolic sizes pass.
+They read shapes, dtypes and devices alone: kernels and fake kernels call the same ones, and symbolic sizes pass.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     bank[s] = exp(Lt_s) bank[s] + sum over the slot's writes (i, w), in token order, of write_w[i,w] delta_i
 
-bank [num_slots, D]; delta [P, C, D]; write_w [P, C, W]; the groups of each chunk as Phase 1 made them. Each row is rounded to
-the bank's dtype once. Ops: `decay_write` (functional, with a formula), its backward, and `decay_write_`, in place, which can
-store each group's raw row in a snapshot on its way.
+bank [num_slots, D]; delta [P, C, D]; write_w [P, C, W]; the groups of each chunk as Phase 1 made them. Each row is
+rounded to the bank's dtype once. Ops: `decay_write` (functional, with a formula), its backward, and `decay_write_`, in
+place, which can store each group's raw row in a snapshot on its way.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _check_decay_write(
             raise ValueError(f"{name} has dtype {tensor.dtype}; with a {bank.dtype} bank it is {dtype}")
 
 
-def _check_in_place(bank: Tensor, snapshot: Tensor | None, scales: Tensor | None, group_slot: Tensor, mode: str) -> None:
+def _check_in_place(
+    bank: Tensor, snapshot: Tensor | None, scales: Tensor | None, group_slot: Tensor, mode: str
+) -> None:
     if not bank.is_contiguous():
         raise ValueError(f"bank has strides {tuple(bank.stride())}; an in-place write needs a contiguous bank")
     check_mode(mode, bank.dtype)
@@ -224,7 +226,7 @@ def decay_write(
     group_start: Tensor,
     group_slot: Tensor,
 ) -> Tensor:
-    """The bank after one step. Equivalent code, per group o of slot s: `decay[o] * bank[s] + (w[:, None] * delta).sum(0)`.
+    """The bank after one step. Equivalent code, for group o of slot s: `decay[o] * bank[s] + w @ delta`.
 
     Args:
         bank: [num_slots, D] bfloat16 or float32 (float64 on the CPU).

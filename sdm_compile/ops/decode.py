@@ -8,7 +8,6 @@ bank [num_slots, D]; every input [..., *]; a row is rounded to the bank's dtype 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .checks import accumulate_dtype, check_contiguous_bank, check_ids_in_bank, check_token_inputs
@@ -95,7 +94,7 @@ def sdm_decode_step(
 
     Args:
         memory: [num_slots, D] contiguous, bfloat16 or float32 (float64 on the CPU).
-        k_idx: [..., W] int32 or int64 bank rows, distinct within a token; negative means no slot. No two streams share a row.
+        k_idx: [..., W] int32 or int64 bank rows, distinct within a token and over streams; negative means no slot.
         k_val: [..., W] write weights. v: [..., D] values. beta: [..., 1] write strengths.
         g: [..., 1 or W] log-decay; -inf erases.
         q_idx, q_val: [..., R] bank rows to read, and weights. W and R are 1 to 256.

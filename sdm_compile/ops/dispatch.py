@@ -15,7 +15,7 @@ class Dispatch:
     op: str  # the registered op that ran
     route: str  # which implementation: "cpu"
     situation: Situation
-    layout: int | None  # of the snapshot: 2 compact rows, 4 none, 0 one row per entry (SPEC section 4); None: no snapshot
+    layout: int | None  # snapshot layout: 2 compact rows, 4 no rows, 0 one row per entry; None: no chunked call
     writer: str | None  # the stage that writes the snapshot's rows
     steps: int
     streams: int

@@ -2,8 +2,8 @@
 
     u = beta (v - retrieved)        delta = X u        readings = QX u + inter
 
-X, QX [P, C, C]; everything else [P, C, D] (beta [P, C, 1]). v and readings have the bank's dtype, the rest the accumulate
-dtype. Ops: `dual_matmul` and `dual_matmul_bwd`.
+X, QX [P, C, C]; everything else [P, C, D] (beta [P, C, 1]). v and readings have the bank's dtype, the rest the
+accumulate dtype. Ops: `dual_matmul` and `dual_matmul_bwd`.
 """
 
 from __future__ import annotations

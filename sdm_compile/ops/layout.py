@@ -53,7 +53,7 @@ class Staged(NamedTuple):
 class ChunkFields(NamedTuple):
     """What Phase 1 makes of every chunk; float fields in the accumulate dtype.
 
-    The groups of a chunk are numbered in ascending slot order; unused ordinals are empty groups with slot -1 and decay 1.
+    A chunk's groups are numbered in ascending slot order; unused ordinals are empty groups with slot -1 and decay 1.
     """
 
     k_eff: Tensor  # [steps, P, C, W] k_val exp(L)

@@ -7,8 +7,8 @@
 
 Inputs are staged chunks [steps, P, C, *]; outputs are `layout.ChunkFields`. Ops: `phase1` and `phase1_bwd`.
 
-No sum is a difference of two cumulative sums: each is taken by walking the slot's group backwards from the entry, so that it
-stays exact for long groups and for g = -inf. On the CPU all walks advance together, one place per iteration.
+No sum is a difference of two cumulative sums: each is taken by walking the slot's group backwards from the entry, so
+that it stays exact for long groups and for g = -inf. On the CPU all walks advance together, one place per iteration.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `register` is the only place that talks to `torch.library`. Each op gets one kernel under the Autograd dispatch key:
 
-* with a formula, it runs the op inside an `autograd.Function` whenever a gradient is wanted. `torch.func.grad` and `vjp`
-  work; forward mode (`jvp`) raises instead of silently dropping its tangents, as `torch.library.register_autograd` would;
+* with a formula, it runs the op inside an `autograd.Function` whenever a gradient is wanted. `torch.func.grad` and
+  `vjp` work; forward mode (`jvp`) raises, where `torch.library.register_autograd` would drop its tangents silently;
 * without one, differentiating through the op raises, so that autograd never leaks into the aten calls of a CPU kernel;
 * for an op that writes to an argument, a wanted gradient raises before anything is written, and the version counter of
   what was written goes up, so that a stale saved tensor is noticed.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 NAMESPACE = "sdm"
@@ -99,7 +99,7 @@ def _autograd_kernel(
         },
     )
     # Function.apply would open a functorch level of its own; this kernel already runs inside the one that called it.
-    apply = super(torch.autograd.Function, formula).apply
+    apply = super(torch.autograd.Function, formula).apply  # type: ignore[misc]
 
     def call(*args: Any) -> Any:
         wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)

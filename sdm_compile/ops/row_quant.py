@@ -1,7 +1,7 @@
 """Quantizing snapshot rows: bank rows [n, D] to a snapshot mode's payload and scales, and back.
 
-Ops: `snapshot_quantize` and `snapshot_dequantize`; the modes are `snapshot`'s. Neither has a derivative: they change what a
-training call saves, never a value.
+Ops: `snapshot_quantize` and `snapshot_dequantize`; the modes are `snapshot`'s. Neither has a derivative: they change
+what a training call saves, never a value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from .checks import check_float, check_rank, check_shape
 from .layout import empty
 from .registry import register
-from .snapshot import SCALED_MODES, check_mode, dequantize_rows, empty_snapshot, quantize_rows
+from .snapshot import check_mode, dequantize_rows, empty_snapshot, quantize_rows
 
 
 def _check_quantize(rows: Tensor, mode: str) -> None:
@@ -40,11 +40,11 @@ snapshot_quantize_op = register(
 
 def _check_dequantize(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> None:
     check_mode(mode, dtype)
-    want, want_scales = (torch.uint8 if mode == "int4" else None), payload.shape[0] if mode in SCALED_MODES else 0
-    check_shape("payload", payload, (payload.shape[0], (width + 1) // 2 if mode == "int4" else width), "[n, D or D / 2]")
-    check_shape("scales", scales, (want_scales,), "[n], or [0] for a mode without scales")
-    if want is not None and payload.dtype != want:
-        raise ValueError(f"payload has dtype {payload.dtype}; {mode} rows are {want}")
+    want, want_scales = empty_snapshot(payload.shape[0], payload.new_empty(0, width, dtype=dtype, device="meta"), mode)
+    check_shape("payload", payload, want.shape, "[n, D], or [n, ceil(D / 2)] for int4")
+    check_shape("scales", scales, want_scales.shape, "[n], or [0] for a mode without scales")
+    if payload.dtype != want.dtype:
+        raise ValueError(f"payload has dtype {payload.dtype}; mode {mode!r} on a {dtype} bank stores {want.dtype}")
 
 
 def _snapshot_dequantize_cpu(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bank rows on the CPU: the weighted sums, dots and scatters that the stages share, without a loop over tokens or slots.
+"""Bank rows on the CPU: the sums, dots and scatters that the stages share, without a loop over tokens or slots.
 
 Ids are [..., n] with a weight each and one x [..., D] for the n of them. A negative id is skipped, whatever its weight.
 Sums are taken in the weights' dtype (the accumulate dtype), each by one thread in a fixed order.
@@ -62,14 +62,14 @@ def add_rows_(bank: Tensor, idx: Tensor, weights: Tensor, x: Tensor) -> None:
 
 
 def sorted_entries(order: Tensor, group_start: Tensor) -> tuple[Tensor, Tensor]:
-    """One step's [P, E] order and [P, E + 1] starts, flat: the valid entries [n] into [P * E], and group sizes [P * E]."""
+    """From one step's order [P, E] and starts: the n valid entries as ids into [P * E], and the group sizes [P * E]."""
     streams, entries = order.shape
     base = torch.arange(streams).unsqueeze(-1) * entries
     return (order + base)[order >= 0], (group_start[:, 1:] - group_start[:, :-1]).flatten()
 
 
 def group_sums(x: Tensor, weights: Tensor, order: Tensor, group_start: Tensor, used: Tensor) -> Tensor:
-    """[G, D]: for each of the `used` groups (flat, ascending) the sum over its entries of weights [P, C, W] times x [P, C, D]."""
+    """[G, D]: each used group's sum of weights [P, C, W] times x [P, C, D]; `used` are ids into [P * E], rising."""
     entry, sizes = sorted_entries(order, group_start)
     starts = torch.zeros(len(used) + 1, dtype=torch.int64)
     starts[1:] = sizes[used].cumsum(0)

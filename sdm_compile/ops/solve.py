@@ -1,7 +1,7 @@
 """The solve: X = (I + diag(beta) tril(A, -1))^-1 and QX = QK X, per chunk.
 
-Inputs A, QK [steps, P, C, C] and beta [steps, P, C, 1]; outputs X, QX [steps, P, C, C]. Always IEEE float32 (float64 for
-float64): the inverse amplifies rounding. Ops: `solve` and `solve_bwd`.
+Inputs A, QK [steps, P, C, C] and beta [steps, P, C, 1]; outputs X, QX [steps, P, C, C]. Always IEEE float32 (float64
+for float64): the inverse amplifies rounding. Ops: `solve` and `solve_bwd`.
 """
 
 from __future__ import annotations

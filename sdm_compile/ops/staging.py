@@ -2,10 +2,10 @@
 
 Ops: `stage_inputs` and `unstage_readings`, each with its backward.
 
-Everything that later stages would each have to think of is done here, once: ids narrowed to int32 and every "no slot" set
-to -1 with weight and gate 0; weights and values rounded to the bank's dtype; padding tokens that touch nothing; v, beta
-and g of a token without a write slot set to 0, so that nothing of it reaches the chunk; repeated write slots of one token
-merged into the first (weights add, its gate counts) and counted.
+Everything that later stages would each have to think of is done here, once: ids narrowed to int32 and every "no slot"
+set to -1 with weight and gate 0; weights and values rounded to the bank's dtype; padding tokens that touch nothing; v,
+beta and g of a token without a write slot set to 0, so that nothing of it reaches the chunk; repeated write slots of
+one token merged into the first (weights add, its gate counts) and counted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     Phase 1 and the solve, for all steps at once; then per step: gather -> dual matmul -> decay-and-write.
 
-The composite op runs it with the in-place write on a bank of its own; a traced call runs it with the functional write, so that
-every stage of every step is a node of the graph.
+The composite op runs it with the in-place write on a bank of its own; a traced call runs it with the functional write,
+so that every stage of every step is a node of the graph.
 """
 
 from __future__ import annotations
@@ -20,8 +20,19 @@ from .phase1 import phase1
 from .solve import solve
 from .token_gather import token_gather
 
-Write = Callable[..., Tensor]
-"""write(step, bank, delta, write_w, group_decay, order, group_start, group_slot) -> the bank after the step."""
+
+class StepGroups(NamedTuple):
+    """One step's slice of the fields that the write reads."""
+
+    write_w: Tensor  # [P, C, W]
+    group_decay: Tensor  # [P, E]
+    order: Tensor  # [P, E]
+    group_start: Tensor  # [P, E + 1]
+    group_slot: Tensor  # [P, E]
+
+
+Write = Callable[[int, Tensor, Tensor, StepGroups], Tensor]
+"""write(step, bank, delta, groups) -> the bank after the step."""
 
 
 class Coupled(NamedTuple):
@@ -33,6 +44,7 @@ class Coupled(NamedTuple):
 
 
 def couple(staged: Staged) -> Coupled:
+    """Phase 1 and the solve of every chunk."""
     fields = phase1(staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val)
     return Coupled(fields, *solve(fields.A, fields.QK, staged.beta))
 
@@ -40,22 +52,14 @@ def couple(staged: Staged) -> Coupled:
 def run_steps(bank: Tensor, staged: Staged, coupled: Coupled, write: Write) -> tuple[Tensor, Tensor, Tensor]:
     """Runs every step in order: the final bank, the readings and the retrieved rows, both [steps, P, C, D]."""
     fields = coupled.fields
-    steps = zip(
-        *(
-            x.unbind(0)
-            for x in (
-                *(staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w),
-                *(coupled.X, coupled.QX, staged.v, staged.beta),
-                *(fields.write_w, fields.group_decay, fields.order, fields.group_start, fields.group_slot),
-            )
-        ),
-        strict=True,
-    )
+    gathers = zip(*(x.unbind(0) for x in (staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w)), strict=True)
+    matmuls = zip(*(x.unbind(0) for x in (coupled.X, coupled.QX, staged.v, staged.beta)), strict=True)
+    writes = zip(*(getattr(fields, name).unbind(0) for name in StepGroups._fields), strict=True)
     readings, retrieved_rows = [], []
-    for step, (k_idx, k_eff, q_idx, q_w, X, QX, v, beta, *groups) in enumerate(steps):
-        retrieved, inter = token_gather(bank, k_idx, k_eff, q_idx, q_w)
-        delta, reading = dual_matmul(X, QX, v, beta, retrieved, inter)
-        bank = write(step, bank, delta, *groups)
+    for step, (rows, matmul, groups) in enumerate(zip(gathers, matmuls, writes, strict=True)):
+        retrieved, inter = token_gather(bank, *rows)
+        delta, reading = dual_matmul(*matmul, retrieved, inter)
+        bank = write(step, bank, delta, StepGroups(*groups))
         readings.append(reading)
         retrieved_rows.append(retrieved)
     if not readings:

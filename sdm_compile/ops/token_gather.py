@@ -2,7 +2,8 @@
 
     retrieved_i = sum_w k_eff[i,w] bank[k_idx[i,w]]        inter_i = sum_r q_w[i,r] bank[q_idx[i,r]]
 
-bank [num_slots, D]; ids and weights [P, C, W] and [P, C, R]; outputs [P, C, D]. Ops: `token_gather` and `token_gather_bwd`.
+bank [num_slots, D]; ids and weights [P, C, W] and [P, C, R]; outputs [P, C, D]. Ops: `token_gather` and
+`token_gather_bwd`.
 """
 
 from __future__ import annotations

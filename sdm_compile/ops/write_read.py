@@ -1,12 +1,13 @@
 """The write/read: T tokens of P streams written to and read from a bank, in chunks (SPEC sections 1 to 4).
 
-Four ops, each one node of a graph however long the sequence: `write_read` (functional, saves nothing), `write_read_save` (the
-same values, saves what its backward reads), `write_read_bwd`, and `write_read_` (in place, for inference). The public
-functions choose between them; `trace_steps=True` runs the same loop over the stage ops instead.
+Four ops, each one node of a graph however long the sequence: `write_read` (functional, saves nothing),
+`write_read_save` (the same values, saves what its backward reads), `write_read_bwd`, and `write_read_` (in place, for
+inference). The public functions choose between them; `trace_steps=True` runs the same loop over the stage ops instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,16 +27,18 @@ from .registry import register
 from .situation import current_situation
 from .snapshot import SnapshotPlan, check_mode, empty_snapshot, plan_snapshot
 from .staging import stage_inputs, unstage_readings
-from .step_loop import Coupled, couple, run_steps
+from .step_loop import Coupled, StepGroups, couple, run_steps
 from .write_read_bwd import Saved, write_read_backward_cpu
 
 _INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Inputs = Sequence[Tensor]
+"""k_idx, k_val, v, beta, g, q_idx, q_val."""
 
 
 def _check_write_read(memory: Tensor, inputs: Inputs, chunk_size: int) -> None:
     check_chunk_size(chunk_size)
-    check_token_inputs(memory, *inputs)
+    k_idx, k_val, v, beta, g, q_idx, q_val = inputs
+    check_token_inputs(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
 
 
 def _empty_readings(memory: Tensor, k_idx: Tensor) -> Tensor:
@@ -91,12 +94,12 @@ def _forward_cpu(
     staged = stage_inputs(*inputs, num_slots=bank.shape[0], dtype=bank.dtype, chunk_size=chunk_size)
     coupled = couple(staged)
     plan = plan_snapshot(snapshot is not None, mode, current_situation(bank.device))
-    groups = coupled.fields.group_slot[:1].numel()
+    rows_per_step = coupled.fields.group_slot[:1].numel()
 
-    def write(step: int, bank: Tensor, *groups_of_step: Tensor) -> Tensor:
-        rows = slice(step * groups, (step + 1) * groups)
-        saved = (None, None) if snapshot is None else (snapshot[0][rows], snapshot[1][rows])
-        decay_write_(bank, *groups_of_step, *saved, mode)
+    def write(step: int, bank: Tensor, delta: Tensor, groups: StepGroups) -> Tensor:
+        rows = slice(step * rows_per_step, (step + 1) * rows_per_step)
+        payload, scales = (None, None) if snapshot is None else (snapshot[0][rows], snapshot[1][rows])
+        decay_write_(bank, delta, *groups, snapshot=payload, scales=scales, snapshot_quant=mode)
         return bank
 
     _, readings, retrieved = run_steps(bank, staged, coupled, write)
@@ -181,8 +184,9 @@ def _write_read_bwd_fake(
 
 write_read_bwd_op = register(
     f"write_read_bwd(Tensor? dreadings, Tensor? dfinal, Tensor final_memory, {_INPUTS}, "
-    f"{', '.join(f'Tensor {name}' for name in Saved._fields)}, int chunk_size, str snapshot_quant, bool grad_bank_fp32, "
-    "bool[] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{', '.join(f'Tensor {name}' for name in Saved._fields)}, "
+    "int chunk_size, str snapshot_quant, bool grad_bank_fp32, bool[] mask)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_write_read_bwd_cpu,
     fake=_write_read_bwd_fake,
 )
@@ -231,8 +235,8 @@ def _write_read_traced(memory: Tensor, inputs: Inputs, chunk_size: int) -> tuple
     _check_write_read(memory, inputs, chunk_size)
     staged = stage_inputs(*inputs, num_slots=memory.shape[0], dtype=memory.dtype, chunk_size=chunk_size)
 
-    def write(step: int, bank: Tensor, *groups: Tensor) -> Tensor:
-        return decay_write(bank, *groups)
+    def write(step: int, bank: Tensor, delta: Tensor, groups: StepGroups) -> Tensor:
+        return decay_write(bank, delta, *groups)
 
     bank, readings, _ = run_steps(memory, staged, couple(staged), write)
     final = memory.clone(memory_format=torch.contiguous_format) if bank is memory else bank
@@ -258,7 +262,8 @@ def sdm_write_read(
 
     Args:
         memory: [num_slots, D] bank, bfloat16 or float32 (float64 on the CPU); left as it was.
-        k_idx: [P, T, W] int32 or int64 bank rows, distinct within a token; negative means no slot. Streams share no rows.
+        k_idx: [P, T, W] int32 or int64 bank rows, distinct within a token; no two streams share a row; negative means
+            no slot.
         k_val: [P, T, W] write weights. v: [P, T, D] values. beta: [P, T, 1] write strengths.
         g: [P, T, 1] log-decay per token, or [P, T, W] per write; -inf erases.
         q_idx, q_val: [P, T, R] bank rows to read, and weights. W and R are 1 to 256.

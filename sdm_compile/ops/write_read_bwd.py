@@ -1,11 +1,12 @@
-"""The backward of the write/read: the steps in reverse, on a bank that is walked back from the snapshot (SPEC section 3).
+"""The backward of the write/read: its steps in reverse, on a bank walked back from the snapshot (SPEC section 3).
 
-`dM` is the gradient of the bank after the step at hand; per step it becomes the gradient of the bank before it. The matrices of
-all steps are then differentiated at once, through Phase 1 and the staging.
+`dM` is the gradient of the bank after the step at hand; per step it becomes the gradient of the bank before it. The
+matrices of all steps are then differentiated at once, through Phase 1 and the staging.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ def _step_backward(
     # The write side: the rows as they were before the step, and their gradient through decay and retrieval.
     row = used + step * len(group_slot)
     scales = saved.scales[row] if len(saved.scales) else saved.scales
-    rows = dequantize_rows(saved.snapshot.view(torch.uint8)[row].view(saved.snapshot.dtype), scales, mode, bank.shape[1], bank.dtype)
+    payload = saved.snapshot.view(torch.uint8)[row].view(saved.snapshot.dtype)
+    rows = dequantize_rows(payload, scales, mode, bank.shape[1], bank.dtype)
     store_rows_(bank, slots, rows)
     drows = dM.index_select(0, slots).to(dy.dtype)
     dgroup_decay = torch.zeros_like(decay)
@@ -86,7 +88,7 @@ def write_read_backward_cpu(
     dreadings: Tensor | None,
     dfinal: Tensor | None,
     final_memory: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    inputs: Sequence[Tensor],
     staged: Staged,
     saved: Saved,
     chunk_size: int,
