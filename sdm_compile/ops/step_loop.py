@@ -56,9 +56,9 @@ def run_steps(bank: Tensor, staged: Staged, coupled: Coupled, write: Write) -> t
     matmuls = zip(*(x.unbind(0) for x in (coupled.X, coupled.QX, staged.v, staged.beta)), strict=True)
     writes = zip(*(getattr(fields, name).unbind(0) for name in StepGroups._fields), strict=True)
     readings, retrieved_rows = [], []
-    for step, (rows, matmul, groups) in enumerate(zip(gathers, matmuls, writes, strict=True)):
+    for step, (rows, (X, QX, v, beta), groups) in enumerate(zip(gathers, matmuls, writes, strict=True)):
         retrieved, inter = token_gather(bank, *rows)
-        delta, reading = dual_matmul(*matmul, retrieved, inter)
+        delta, reading = dual_matmul(X, QX, v, beta, retrieved, inter)
         bank = write(step, bank, delta, StepGroups(*groups))
         readings.append(reading)
         retrieved_rows.append(retrieved)
