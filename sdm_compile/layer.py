@@ -81,7 +81,7 @@ class SparseDeltaMemory(nn.Module):
                 is legal and avoids rounding per decoded token.
         Returns:
             A state of ordinary tensors, also under `torch.inference_mode()`. With grad mode on, gradients flow
-            through it to `memory`.
+            through it to `memory`, as they do without a state.
         """
         weight = self.Wv_write.weight
         with_grad = torch.is_grad_enabled()
@@ -96,7 +96,7 @@ class SparseDeltaMemory(nn.Module):
         step.
 
         Args:
-            x: [B, T, dim]. B = 0 and T = 0 are legal.
+            x: [B, T, dim]. B = 0 and T = 0 are legal (where BatchNorm is: in training it needs two tokens).
             state: what an earlier call returned, or `init_state(B)`; None: the start of the sequences.
         Returns:
             y: [B, T, dim].

@@ -127,6 +127,9 @@ def phase1(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
         for s in range(lead[0])
         for p in range(lead[1])
     ]
+    if not chunks:  # only the shapes are left: those of a chunk without slots
+        silent = _phase1_chunk(*(x.new_full(x.shape[2:], -1) for x in (k_idx, k_val, g, q_idx, q_val)))
+        return tuple(field.new_empty(*lead, *field.shape) for field in silent)
     return tuple(torch.stack(field).reshape(*lead, *field[0].shape) for field in zip(*chunks, strict=True))
 
 
@@ -269,7 +272,7 @@ def snapshot_dequantize(payload: Tensor, scales: Tensor, mode: str, width: int, 
         return payload.to(dtype)
     if mode == "fp8":
         return (payload.float() * scales[:, None]).to(dtype)
-    codes = torch.stack([payload % 16, payload // 16], dim=-1).reshape(payload.shape[0], -1)[:, :width]
+    codes = torch.stack([payload % 16, payload // 16], dim=-1).flatten(1)[:, :width]
     return ((codes.float() - 8) * scales[:, None]).to(dtype)
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sdm_compile import reference
-
 
 class Inputs(NamedTuple):
     """The positional arguments of the public calls."""
@@ -32,24 +30,21 @@ class Inputs(NamedTuple):
 
     def requiring_grad(self, *names: str) -> Inputs:
         """Fresh leaves, of which those named (all float ones, where none is named) require a gradient."""
-        leaves = self.detach_()
+        leaves = Inputs(*(x.detach().clone() for x in self))
         for name in names or FLOATS:
             getattr(leaves, name).requires_grad_()
         return leaves
 
-    def detach_(self) -> Inputs:
-        return Inputs(*(x.detach().clone() for x in self))
-
     def floats(self) -> list[Tensor]:
         return [getattr(self, name) for name in FLOATS]
 
-    def tokens(self, start: int, stop: int, memory: Tensor | None = None) -> Inputs:
+    def tokens(self, start: int, stop: int) -> Inputs:
         """The tokens from start to stop of every stream."""
-        return Inputs(self.memory if memory is None else memory, *(x[:, start:stop] for x in self[1:]))
+        return Inputs(self.memory, *(x[:, start:stop] for x in self[1:]))
 
-    def token(self, t: int) -> tuple[Tensor, ...]:
-        """One token of every stream, [P, *], as the decode step takes it (without the bank)."""
-        return tuple(x[:, t] for x in self[1:])
+    def stream(self, p: int) -> Inputs:
+        """One stream alone, on the whole bank."""
+        return Inputs(self.memory, *(x[p : p + 1] for x in self[1:]))
 
 
 FLOATS = ("memory", "k_val", "v", "beta", "g", "q_val")
@@ -95,7 +90,8 @@ class Case:
             return ids.masked_fill(hidden, -1 - int(uniform(1) * 9))
 
         def weights(width: int) -> Tensor:
-            return torch.nn.functional.normalize(normal(*lead, width), dim=-1) if self.signed else normal(*lead, width).softmax(-1)
+            x = normal(*lead, width)
+            return torch.nn.functional.normalize(x, dim=-1) if self.signed else x.softmax(-1)
 
         k_idx = ids(self.writes)
         earlier = (uniform(*lead, self.writes) * torch.arange(self.writes)).long()
@@ -116,6 +112,17 @@ class Case:
 
 RAGGED = Case("ragged")
 REUSE = Case("heavy reuse", streams=2, tokens=37, slots=4, chunk_size=16)
+SIGNED = Case("signed weights", signed=True)
+TANGLED = Case(
+    "everything at once",
+    tokens=23,
+    chunk_size=7,
+    write_gates=True,
+    erased=0.1,
+    no_slot=0.2,
+    no_token=0.2,
+    repeated=0.3,
+)
 CASES = [
     RAGGED,
     Case("whole chunks", tokens=12),
@@ -137,46 +144,43 @@ CASES = [
     Case("no slot at all", no_slot=1.0),
     Case("repeated slots", repeated=0.5),
     Case("repeated slots, gates per write", repeated=0.5, write_gates=True),
-    Case("all at once", tokens=23, chunk_size=7, write_gates=True, erased=0.1, no_slot=0.2, no_token=0.1, repeated=0.3),
-    Case("signed weights", signed=True),
+    TANGLED,
+    SIGNED,
     Case("int32 ids", id_dtype=torch.int32, no_slot=0.2),
     Case("chunks of one", chunk_size=1),
     Case("chunks of 3", chunk_size=3, streams=1, tokens=20),
     Case("chunks of 64", chunk_size=64, tokens=67, streams=1),
     Case("a chunk of 256", chunk_size=256, tokens=130, streams=1, slots=40),
     Case("wide", streams=1, writes=17, reads=9, slots=23, head_dim=33),
+    Case("widest", streams=1, tokens=3, writes=256, reads=256, slots=257, head_dim=2),
 ]
 
 
-class Upstream(NamedTuple):
-    """Gradients that arrive at the readings and the final bank."""
-
-    readings: Tensor
-    final: Tensor
+SEVERAL = [RAGGED, REUSE, TANGLED, SIGNED]
 
 
-def upstream(inputs: Inputs, seed: int = 1) -> Upstream:
+def upstream(inputs: Inputs, seed: int = 1) -> list[Tensor]:
+    """Gradients to arrive at the readings and at the final bank."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((*inputs.k_idx.shape[:2], inputs.memory.shape[1]), inputs.memory.shape)
-    return Upstream(*(torch.randn(s, generator=generator, dtype=torch.float64).to(inputs.memory.dtype) for s in shapes))
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(inputs.memory.dtype) for s in shapes]
 
 
-def gradients(outputs: Sequence[Tensor], inputs: Inputs, given: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients of every float input, zeros where an output does not depend on it; `None` is an output without one."""
+def gradients(
+    outputs: Sequence[Tensor], inputs: Inputs, given: Sequence[Tensor | None], retain_graph: bool = True
+) -> list[Tensor]:
+    """Gradients of every float input, zeros where nothing depends on one.
+
+    `given` holds what arrives at each output; an output with None has no part in it.
+    """
     pairs = [(out, grad) for out, grad in zip(outputs, given, strict=True) if grad is not None]
-    grads = torch.autograd.grad(
-        [out for out, _ in pairs], inputs.floats(), [grad for _, grad in pairs], retain_graph=True, materialize_grads=True
-    )
-    return list(grads)
+    outs, grads = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(outs, inputs.floats(), grads, retain_graph=retain_graph, materialize_grads=True))
 
 
-def run(call: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-    """Values and joint gradients of a call with every float input requiring one."""
+def values_and_gradients(call: Callable[..., Sequence[Tensor]], inputs: Inputs) -> list[Tensor]:
+    """Readings, final bank and the joint gradients of every float input of `call(*inputs)`."""
     inputs = inputs.requiring_grad()
     outputs = call(*inputs)
-    return [out.detach() for out in outputs], gradients(outputs, inputs, upstream(inputs))
-
-
-def meaning(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The float64 token loop on the same numbers."""
-    return reference.write_read(*inputs.to(torch.float64))
+    values = [out.detach() for out in outputs]
+    return values + gradients(outputs, inputs, upstream(inputs), retain_graph=False)

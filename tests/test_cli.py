@@ -259,14 +259,13 @@ def test_generation(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_without_a_compiler(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    torch._inductor.cpp_builder.cpp_compiler_search.cache_clear()
     monkeypatch.setattr(torch, "compile", None)
     arguments = settings(text, tmp_path / "run")
     arguments.remove("--no-compile")
-    assert main(arguments) == 0
-    assert "no C++ compiler was found: running uncompiled" in capfd.readouterr().out
-    main(["doctor"])
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert main(arguments) == 0
+        assert "no C++ compiler was found: running uncompiled" in capfd.readouterr().out
+        assert main(["doctor"]) == 0
     assert re.search(r"torch.compile +not available: no C\+\+ compiler was found", capfd.readouterr().out)
 
 

@@ -181,12 +181,12 @@ def test_short_text() -> None:
 
 def test_batches_are_windows_that_depend_on_seed_and_step() -> None:
     corpus = Corpus.from_bytes(bytes(range(200)))
-    first = corpus.batch(3, seed=5, batch=400, length=10)
+    first = corpus.batch(3, seed=5, batch=4000, length=10)
     assert torch.equal(first, first[:, :1] + torch.arange(11))
     assert set(first[:, 0].tolist()) == set(range(170))  # every window of the training bytes, no other
-    assert torch.equal(first, corpus.batch(3, seed=5, batch=400, length=10))
-    assert not torch.equal(first, corpus.batch(4, seed=5, batch=400, length=10))
-    assert not torch.equal(first, corpus.batch(3, seed=6, batch=400, length=10))
+    assert torch.equal(first, corpus.batch(3, seed=5, batch=4000, length=10))
+    assert not torch.equal(first, corpus.batch(4, seed=5, batch=4000, length=10))
+    assert not torch.equal(first, corpus.batch(3, seed=6, batch=4000, length=10))
 
 
 # Training

@@ -32,7 +32,7 @@ SMALL = "--no-compile --batch 2 --length 32 --sample 5 --dim 16 --num-layers 1 -
 SMALL += " --num-writes 2 --num-reads 2"
 RUN_HERE = {
     "python -m sdm_compile": f"train {SMALL} --steps 2",
-    'python -m sdm_compile generate --prompt "The "': "--no-compile --max-tokens 5",
+    'python -m sdm_compile generate --prompt "The "': "--max-tokens 5",
     "python -m sdm_compile train --text README.md CONTRIBUTING.md --out my-run --steps 100": f"{SMALL} --steps 2",
     "python -m sdm_compile train --out my-run --resume --steps 200": f"{SMALL} --steps 3",
     "python -m sdm_compile doctor": "",

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype, check_float, check_rank, check_shape
-from .layout import empty, empty_gradients, wanted_gradients
+from .checks import UnsupportedConfigurationError, accumulate_dtype, check_float, check_rank, check_shape
+from .layout import StepGroups, empty, empty_gradients, wanted_gradients
 from .registry import register
 from .rows import group_sums, load_rows, row_dots, sorted_entries, store_rows_, weighted_rows
-from .snapshot import check_mode, empty_snapshot, quantize_rows
+from .snapshot import check_mode, check_snapshot, quantize_rows
 
 _GROUPS = "Tensor order, Tensor group_start, Tensor group_slot"
 _INPUTS = f"Tensor bank, Tensor delta, Tensor write_w, Tensor group_decay, {_GROUPS}"
@@ -54,16 +54,14 @@ def _check_decay_write(
 def _check_in_place(
     bank: Tensor, snapshot: Tensor | None, scales: Tensor | None, group_slot: Tensor, mode: str
 ) -> None:
-    if not bank.is_contiguous():
-        raise ValueError(f"bank has strides {tuple(bank.stride())}; an in-place write needs a contiguous bank")
     check_mode(mode, bank.dtype)
-    if snapshot is None or scales is None:
-        return
-    want, want_scales = empty_snapshot(group_slot.numel(), bank.new_empty(0, bank.shape[1], device="meta"), mode)
-    check_shape("snapshot", snapshot, want.shape, "one row per write entry")
-    check_shape("scales", scales, want_scales.shape, "[rows], or [0] for a mode without scales")
-    if snapshot.dtype != want.dtype:
-        raise ValueError(f"snapshot has dtype {snapshot.dtype}; mode {mode!r} on this bank stores {want.dtype}")
+    if (snapshot is None) != (scales is None):
+        raise ValueError("snapshot and scales come together: one of them is None")
+    if snapshot is not None and scales is not None:
+        check_snapshot("snapshot", snapshot, scales, group_slot.numel(), bank, mode)
+    for name, tensor in (("bank", bank), ("snapshot", snapshot), ("scales", scales)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tuple(tensor.stride())}; an in-place write needs it contiguous")
 
 
 def _write_rows_(
@@ -86,6 +84,16 @@ def _decay_write_cpu(bank: Tensor, *step: Tensor) -> Tensor:
     _check_decay_write(bank, *step)
     out = empty(tuple(bank.shape), bank).copy_(bank)
     _write_rows_(out, *step)
+    return out
+
+
+def _decay_write_cuda(bank: Tensor, *step: Tensor) -> Tensor:
+    from .decay_write_kernels import launch_decay_write
+
+    _check_decay_write(bank, *step)
+    out = empty(tuple(bank.shape), bank).copy_(bank)
+    delta, *groups = (x.contiguous() for x in step)
+    launch_decay_write(out, None, delta, StepGroups(*groups), None)
     return out
 
 
@@ -116,6 +124,29 @@ def _decay_write_in_place_cpu(
         if len(scales):
             scales[used] = row_scales
     _write_rows_(bank, *step)
+
+
+def _decay_write_in_place_cuda(
+    bank: Tensor,
+    delta: Tensor,
+    write_w: Tensor,
+    group_decay: Tensor,
+    order: Tensor,
+    group_start: Tensor,
+    group_slot: Tensor,
+    snapshot: Tensor | None,
+    scales: Tensor | None,
+    snapshot_quant: str,
+) -> None:
+    from .decay_write_kernels import launch_decay_write
+
+    step = (delta, write_w, group_decay, order, group_start, group_slot)
+    _check_decay_write(bank, *step)
+    _check_in_place(bank, snapshot, scales, group_slot, snapshot_quant)
+    if snapshot is not None:
+        raise UnsupportedConfigurationError("decay_write_ saves no snapshot on cuda; pass None, or use the CPU")
+    delta, *groups = (x.contiguous() for x in step)
+    launch_decay_write(bank, None, delta, StepGroups(*groups), None)
 
 
 def _decay_write_in_place_fake(
@@ -204,6 +235,7 @@ def _decay_write_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 decay_write_op = register(
     f"decay_write({_INPUTS}) -> Tensor",
     cpu=_decay_write_cpu,
+    cuda=_decay_write_cuda,
     fake=_decay_write_fake,
     setup_context=_setup_decay_write,
     backward=_decay_write_backward,
@@ -213,6 +245,7 @@ decay_write_in_place_op = register(
     f"decay_write_({_INPUTS.replace('Tensor bank', 'Tensor(a!) bank')}, "
     "Tensor(b!)? snapshot, Tensor(c!)? scales, str snapshot_quant) -> ()",
     cpu=_decay_write_in_place_cpu,
+    cuda=_decay_write_in_place_cuda,
     fake=_decay_write_in_place_fake,
 )
 

@@ -8,15 +8,23 @@ bank [num_slots, D]; every input [..., *]; a row is rounded to the bank's dtype 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+
 from torch import Tensor
 
 from .checks import accumulate_dtype, check_contiguous_bank, check_ids_in_bank, check_token_inputs
 from .dispatch import Dispatch, record
 from .layout import empty
 from .registry import register
-from .repeats import count_repeated, merge_repeated
+from .repeats import count_repeated, merge_repeated, repeat_count
 from .rows import load_rows, store_rows_, weighted_rows
 from .situation import current_situation
+
+MAX_ADMITTED = 256  # signatures whose check is remembered
+
+_admitted: dict[Hashable, tuple[Callable[..., None], Dispatch]] = {}
 
 _INPUTS = "Tensor(a!) memory, Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
 
@@ -51,26 +59,58 @@ def _decode_step_cpu(
     keep = ids >= 0
     store_rows_(memory, ids[keep], rows[keep])
     readings.copy_(weighted_rows(memory, q_idx, q_val.to(dtype).to(accumulate)))
-    writes, reads = k_idx.shape[-1], q_idx.shape[-1]
-    record(
-        "decode",
-        Dispatch(
-            op="decode_step_",
-            route="cpu",
-            situation=current_situation(memory.device),
-            layout=None,
-            writer=None,
-            steps=1,
-            streams=v[..., 0].numel(),
-            tokens=1,
-            writes=writes,
-            reads=reads,
-            chunk_size=1,
-            head_dim=memory.shape[1],
-            num_slots=memory.shape[0],
-        ),
-    )
+    record("decode", _dispatch("cpu", memory, k_idx, q_idx))
     return readings
+
+
+def _dispatch(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> Dispatch:
+    return Dispatch(
+        op="decode_step_",
+        route=route,
+        situation=current_situation(memory.device),
+        layout=None,
+        writer=None,
+        steps=1,
+        streams=k_idx[..., 0].numel(),
+        tokens=1,
+        writes=k_idx.shape[-1],
+        reads=q_idx.shape[-1],
+        chunk_size=1,
+        head_dim=memory.shape[1],
+        num_slots=memory.shape[0],
+    )
+
+
+def _decode_step_cuda(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> Tensor:
+    inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
+    signature = (memory.shape, memory.dtype, memory.device, *((x.shape, x.dtype, x.device) for x in inputs))
+    admitted = _admitted.get(signature)
+    if admitted is None:
+        admitted = _admit(memory, *inputs)
+        if len(_admitted) >= MAX_ADMITTED:
+            _admitted.clear()
+        _admitted[signature] = admitted
+    check_contiguous_bank(memory)
+    launch, dispatch = admitted
+    readings = _empty_decode_step_output(memory, v)
+    launch(memory, *inputs, readings, repeat_count(memory.device))
+    situation = current_situation(memory.device)
+    record("decode", dispatch if dispatch.situation is situation else replace(dispatch, situation=situation))
+    return readings
+
+
+def _admit(memory: Tensor, *inputs: Tensor) -> tuple[Callable[..., None], Dispatch]:
+    """What every CUDA call of these shapes, dtypes and devices does, once they have passed the check."""
+    from .decode_kernels import DecodeConfig, launch_decode_step  # Triton is not installed everywhere
+
+    _check_decode_step(memory, *inputs)
+    dispatch = _dispatch("triton", memory, inputs[0], inputs[5])
+    config = DecodeConfig.from_shapes(
+        dispatch.streams, dispatch.writes, dispatch.reads, dispatch.head_dim, memory.element_size()
+    )
+    return partial(launch_decode_step, config), dispatch
 
 
 def _decode_step_fake(
@@ -83,6 +123,7 @@ def _decode_step_fake(
 decode_step_op = register(
     f"decode_step_({_INPUTS}) -> Tensor",
     cpu=_decode_step_cpu,
+    cuda=_decode_step_cuda,
     fake=_decode_step_fake,
 )
 

@@ -50,6 +50,19 @@ def _dual_matmul_cpu(
     return delta, readings
 
 
+def _dual_matmul_cuda(
+    X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
+) -> tuple[Tensor, Tensor]:
+    from .dual_matmul_kernels import launch_lower_matmul
+
+    _check_dual_matmul(X, QX, v, beta, retrieved, inter)
+    delta, readings = _empty_dual_matmul_outputs(v)
+    X, QX, v, beta, retrieved, inter = (x.contiguous() for x in (X, QX, v, beta, retrieved, inter))
+    launch_lower_matmul(X, retrieved, delta, v.dtype, residual=(v, beta))
+    launch_lower_matmul(QX, retrieved, readings, v.dtype, residual=(v, beta), plus=inter)
+    return delta, readings
+
+
 def _dual_matmul_fake(
     X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -125,6 +138,7 @@ def _dual_matmul_backward(ctx: Any, ddelta: Tensor, dreadings: Tensor) -> tuple[
 dual_matmul_op = register(
     f"dual_matmul({_INPUTS}) -> (Tensor, Tensor)",
     cpu=_dual_matmul_cpu,
+    cuda=_dual_matmul_cuda,
     fake=_dual_matmul_fake,
     setup_context=_setup_dual_matmul,
     backward=_dual_matmul_backward,

@@ -67,6 +67,16 @@ class ChunkFields(NamedTuple):
     group_slot: Tensor  # [steps, P, E] int32 bank row of each group
 
 
+class StepGroups(NamedTuple):
+    """One step's slice of the fields that the write reads."""
+
+    write_w: Tensor  # [P, C, W]
+    group_decay: Tensor  # [P, E]
+    order: Tensor  # [P, E]
+    group_start: Tensor  # [P, E + 1]
+    group_slot: Tensor  # [P, E]
+
+
 def empty_chunk_fields(
     lead: tuple[int, int], chunk: int, writes: int, reads: int, like: Tensor, dtype: torch.dtype
 ) -> ChunkFields:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype, check_rank, check_shape
+from .checks import accumulate_dtype, check_float, check_rank, check_shape
 from .layout import ChunkFields, empty, empty_chunk_fields
 from .registry import register
 
@@ -37,6 +37,8 @@ def _check_phase1(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val:
     check_shape("g", g, (*outer, 1 if g.shape[3] == 1 else k_idx.shape[3]), "[steps, P, C, 1 or W]")
     check_shape("q_idx", q_idx, (*outer, q_idx.shape[3]), "[steps, P, C, R]")
     check_shape("q_val", q_val, q_idx.shape, "[steps, P, C, R] like q_idx")
+    for name, tensor in (("k_val", k_val), ("q_val", q_val)):
+        check_float(name, tensor)
     if g.dtype != accumulate_dtype(k_val.dtype):
         raise ValueError(f"g has dtype {g.dtype}; with {k_val.dtype} weights it is {accumulate_dtype(k_val.dtype)}")
 
@@ -188,6 +190,17 @@ def _phase1_cpu(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: T
     return outs
 
 
+def _phase1_cuda(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor) -> tuple[Tensor, ...]:
+    from .phase1_kernels import empty_phase1_scratch, launch_phase1
+
+    _check_phase1(k_idx, k_val, g, q_idx, q_val)
+    outs = _empty_phase1_outputs(k_idx, k_val, q_idx)
+    chunks, entries = outs.order.shape[:2].numel(), outs.order.shape[2]
+    k_idx, k_val, g, q_idx, q_val = (x.contiguous() for x in (k_idx, k_val, g, q_idx, q_val))
+    launch_phase1(k_idx, k_val, g, q_idx, q_val, outs, empty_phase1_scratch(chunks, entries, k_val))
+    return outs
+
+
 def _phase1_fake(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor) -> tuple[Tensor, ...]:
     _check_phase1(k_idx, k_val, g, q_idx, q_val)
     return _empty_phase1_outputs(k_idx, k_val, q_idx)
@@ -298,14 +311,15 @@ def _setup_phase1(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ..
 
 
 def _phase1_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    k_val, q_val = ctx.saved_tensors[1], ctx.saved_tensors[4]
-    dk_val, dg, dq_val = phase1_bwd_op(*grads[:6], *ctx.saved_tensors)
+    k_idx, k_val, g, q_idx, q_val = ctx.saved_tensors  # once: checkpointing unpacks each tensor only once
+    dk_val, dg, dq_val = phase1_bwd_op(*grads[:6], k_idx, k_val, g, q_idx, q_val)
     return None, dk_val.to(k_val.dtype), dg, None, dq_val.to(q_val.dtype)
 
 
 phase1_op = register(
     f"phase1({_INPUTS}) -> ({', '.join(['Tensor'] * len(ChunkFields._fields))})",
     cpu=_phase1_cpu,
+    cuda=_phase1_cuda,
     fake=_phase1_fake,
     setup_context=_setup_phase1,
     backward=_phase1_backward,

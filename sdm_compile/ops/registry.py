@@ -42,6 +42,7 @@ def register(
     *,
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
@@ -49,7 +50,7 @@ def register(
 
     Args:
         schema: name and signature, as `torch.library.Library.define` takes them.
-        cpu: the CPU kernel. It runs with autocast off.
+        cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments.
         fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
         setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
     """
@@ -59,10 +60,44 @@ def register(
     mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated)
     OPS[op.name] = op
-    _library.impl(op.name, _without_autocast(cpu, "cpu"), "CPU")
+    _library.impl(op.name, _without_autocast(_sparing_inference_tensors(op, cpu), "cpu"), "CPU")
+    if cuda is not None:
+        _library.impl(op.name, _without_autocast(_on_device(_sparing_inference_tensors(op, cuda)), "cuda"), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
     _library.impl(op.name, _autograd_kernel(op, setup_context, backward), "Autograd")
     return overload
+
+
+def _sparing_inference_tensors(op: RegisteredOp, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the kernel itself, as a call whose tensors were all made in inference mode goes straight to it."""
+    if not op.mutated:
+        return kernel
+
+    @functools.wraps(kernel)
+    def call(*args: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            if any(args[i] is not None and args[i].is_inference() for i in op.mutated):
+                raise RuntimeError(
+                    f"sdm::{op.name}: a tensor made under torch.inference_mode() cannot be updated outside it; "
+                    "clone it first, or make it outside inference mode"
+                )
+        return kernel(*args)
+
+    return call
+
+
+def _on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the device of the first tensor argument the current one: Triton launches on the current device."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any) -> Any:
+        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        if device.index == torch.cuda.current_device():
+            return kernel(*args)
+        with torch.cuda.device(device):
+            return kernel(*args)
+
+    return call
 
 
 def _without_autocast(kernel: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -124,15 +159,9 @@ def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
             )
         if forward_ad._current_level >= 0:
             raise NotImplementedError(f"sdm::{op.name} does not support forward-mode AD")
-        written = [args[i] for i in mutated if args[i] is not None]
-        if any(t.is_inference() for t in written) and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                f"sdm::{op.name}: a tensor made under torch.inference_mode() cannot be updated outside it; "
-                "clone it first, or make it outside inference mode"
-            )
         with torch._C._AutoDispatchBelowAutograd():
             result = overload(*args)
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
         return result
 
     return call

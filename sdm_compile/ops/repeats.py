@@ -7,6 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
+from .situation import Situation, current_situation
+
 _counts: dict[torch.device, Tensor] = {}
 _lock = threading.Lock()
 
@@ -50,15 +52,28 @@ def merge_repeated_backward(k_idx: Tensor, dk_val: Tensor, dg: Tensor) -> tuple[
     return dk_val.gather(-1, first).masked_fill(~valid, 0), dg.masked_fill(~gate_kept, 0)
 
 
+def repeat_count(device: torch.device) -> Tensor:
+    """The device's count of repeated write slots, an int64 scalar. Call under no lock; the tensor lives for good.
+
+    Raises:
+        RuntimeError: it would have to be made while a CUDA graph is being captured.
+    """
+    with _lock:
+        if device not in _counts:
+            if current_situation(device) is Situation.CAPTURING:
+                raise RuntimeError("a device's first call cannot be captured: run the same call once before capturing")
+            with torch.inference_mode(False):
+                _counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return _counts[device]
+
+
 def count_repeated(k_idx: Tensor) -> None:
     """Adds the repeats among the writes [..., W] to the device's count."""
     own = torch.arange(k_idx.shape[-1], device=k_idx.device)
     repeated = ((k_idx >= 0) & (first_places(k_idx) != own)).sum()
+    count = repeat_count(repeated.device)
     with _lock:
-        if repeated.device not in _counts:
-            with torch.inference_mode(False):
-                _counts[repeated.device] = torch.zeros((), dtype=torch.int64, device=repeated.device)
-        _counts[repeated.device].add_(repeated)
+        count.add_(repeated)
 
 
 def repeated_write_slots(reset: bool = True) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_float, check_rank, check_shape
+from .checks import check_float, check_rank
 from .layout import empty
 from .registry import register
-from .snapshot import check_mode, dequantize_rows, empty_snapshot, quantize_rows
+from .snapshot import check_mode, check_snapshot, dequantize_rows, empty_snapshot, quantize_rows
 
 
 def _check_quantize(rows: Tensor, mode: str) -> None:
@@ -39,12 +39,10 @@ snapshot_quantize_op = register(
 
 
 def _check_dequantize(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> None:
+    check_rank("payload", payload, "[n, D]")
+    check_float("rows", empty((0,), payload, dtype))
     check_mode(mode, dtype)
-    want, want_scales = empty_snapshot(payload.shape[0], payload.new_empty(0, width, dtype=dtype, device="meta"), mode)
-    check_shape("payload", payload, want.shape, "[n, D], or [n, ceil(D / 2)] for int4")
-    check_shape("scales", scales, want_scales.shape, "[n], or [0] for a mode without scales")
-    if payload.dtype != want.dtype:
-        raise ValueError(f"payload has dtype {payload.dtype}; mode {mode!r} on a {dtype} bank stores {want.dtype}")
+    check_snapshot("payload", payload, scales, payload.shape[0], empty((0, width), payload, dtype), mode)
 
 
 def _snapshot_dequantize_cpu(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:

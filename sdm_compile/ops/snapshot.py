@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import UnsupportedConfigurationError, check_choice
+from .checks import UnsupportedConfigurationError, check_choice, check_shape
 from .layout import empty
 from .situation import Situation
 
@@ -68,6 +68,16 @@ def empty_snapshot(rows: int, like: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     }[mode]
     scales = rows if mode in SCALED_MODES else 0
     return empty((rows, payload[0]), like, payload[1]), empty((scales,), like, torch.float32)
+
+
+def check_snapshot(name: str, payload: Tensor, scales: Tensor, rows: int, like: Tensor, mode: str) -> None:
+    """`payload`, called `name`, and `scales` have the form of so many rows of a bank like `like` [*, D]."""
+    forms = empty_snapshot(rows, like.new_empty(0, like.shape[-1], device="meta"), mode)
+    layouts = ("[rows, D], or [rows, ceil(D / 2)] for int4", "[rows], or [0] for a mode without scales")
+    for part, tensor, form, layout in zip((name, "scales"), (payload, scales), forms, layouts, strict=True):
+        check_shape(part, tensor, form.shape, layout)
+        if tensor.dtype != form.dtype:
+            raise ValueError(f"{part} has dtype {tensor.dtype}; mode {mode!r} on a {like.dtype} bank has {form.dtype}")
 
 
 def quantize_rows(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:

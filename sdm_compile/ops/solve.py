@@ -30,13 +30,27 @@ def _empty_solve_outputs(A: Tensor) -> tuple[Tensor, Tensor]:
     return empty(tuple(A.shape), A), empty(tuple(A.shape), A)
 
 
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """In float64, which no precision setting touches: with bfloat16 allowed, float32 matmuls are not IEEE ones."""
+    return torch.matmul(a.double(), b.double())
+
+
 def _solve_cpu(A: Tensor, QK: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     _check_solve(A, QK, beta)
     X, QX = _empty_solve_outputs(A)
     eye = torch.eye(A.shape[2], dtype=A.dtype)
     X.copy_(torch.linalg.solve_triangular(eye + beta * A.tril(-1), eye, upper=False, unitriangular=True))
-    torch.matmul(QK.tril(), X, out=QX)
+    QX.copy_(_matmul(QK.tril(), X))
     return X, QX
+
+
+def _solve_cuda(A: Tensor, QK: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    from .solve_kernels import launch_solve
+
+    _check_solve(A, QK, beta)
+    outs = _empty_solve_outputs(A)
+    launch_solve(A.contiguous(), QK.contiguous(), beta.contiguous(), *outs)
+    return outs
 
 
 def _solve_fake(A: Tensor, QK: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,11 +63,11 @@ def _solve_bwd_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_solve(A, QK, beta)
     dA, dQK, dbeta = _solve_bwd_fake(dX, dQX, A, QK, beta, X)
-    torch.matmul(dQX, X.mT, out=dQK).tril_()
-    dX = dX + QK.tril().mT @ dQX
-    dB = -(X.mT @ dX @ X.mT).tril(-1)
-    torch.sum(A * dB, -1, keepdim=True, out=dbeta)
-    torch.mul(beta, dB, out=dA)
+    dQK.copy_(_matmul(dQX, X.mT)).tril_()
+    dX = dX + _matmul(QK.tril().mT, dQX)
+    dB = -_matmul(_matmul(X.mT, dX), X.mT).tril(-1)
+    dbeta.copy_((A * dB).sum(-1, keepdim=True))
+    dA.copy_(beta * dB)
     return dA, dQK, dbeta
 
 
@@ -82,6 +96,7 @@ def _solve_backward(ctx: Any, dX: Tensor, dQX: Tensor) -> tuple[Tensor, Tensor, 
 solve_op = register(
     "solve(Tensor A, Tensor QK, Tensor beta) -> (Tensor, Tensor)",
     cpu=_solve_cpu,
+    cuda=_solve_cuda,
     fake=_solve_fake,
     setup_context=_setup_solve,
     backward=_solve_backward,

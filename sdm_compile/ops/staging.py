@@ -15,18 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype, check_chunk_size, check_ids, check_ids_in_bank, check_rank, check_shape
+from .checks import (
+    accumulate_dtype,
+    check_chunk_size,
+    check_float,
+    check_ids,
+    check_ids_in_bank,
+    check_rank,
+    check_shape,
+)
 from .layout import Staged, empty, num_steps
 from .registry import register
-from .repeats import count_repeated, merge_repeated, merge_repeated_backward
+from .repeats import count_repeated, merge_repeated, merge_repeated_backward, repeat_count
 
 _INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
 
 
 def _check_stage_inputs(
-    k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor, chunk_size: int
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    dtype: torch.dtype,
+    chunk_size: int,
 ) -> None:
     check_chunk_size(chunk_size)
+    check_float("memory", empty((0,), v, dtype))
+    for name, tensor in (("k_val", k_val), ("v", v), ("beta", beta), ("g", g), ("q_val", q_val)):
+        check_float(name, tensor)
     for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
         check_ids(name, ids)
     check_rank("k_idx", k_idx, "[P, T, W]")
@@ -87,7 +106,7 @@ def _stage_inputs_cpu(
     chunk_size: int,
     count_repeats: bool,
 ) -> tuple[Tensor, ...]:
-    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, chunk_size)
+    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, dtype, chunk_size)
     check_ids_in_bank(num_slots, k_idx=k_idx, q_idx=q_idx)
     if count_repeats:
         count_repeated(k_idx)
@@ -110,6 +129,29 @@ def _stage_inputs_cpu(
     return outs
 
 
+def _stage_inputs_cuda(
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    num_slots: int,
+    dtype: torch.dtype,
+    chunk_size: int,
+    count_repeats: bool,
+) -> tuple[Tensor, ...]:
+    from .staging_kernels import launch_stage_inputs
+
+    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, dtype, chunk_size)
+    outs = Staged(*_empty_staged(k_idx, v, g, q_idx, dtype, chunk_size))
+    silent = empty(tuple(outs.k_idx.shape[:3]), v, torch.int8)
+    repeats = repeat_count(v.device) if count_repeats else None
+    launch_stage_inputs((k_idx, k_val, v, beta, g, q_idx, q_val), outs, silent, repeats, num_slots)
+    return outs
+
+
 def _stage_inputs_fake(
     k_idx: Tensor,
     k_val: Tensor,
@@ -123,7 +165,7 @@ def _stage_inputs_fake(
     chunk_size: int,
     count_repeats: bool,
 ) -> tuple[Tensor, ...]:
-    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, chunk_size)
+    _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, dtype, chunk_size)
     return _empty_staged(k_idx, v, g, q_idx, dtype, chunk_size)
 
 
@@ -209,6 +251,7 @@ stage_inputs_op = register(
     f"stage_inputs({_INPUTS}, SymInt num_slots, ScalarType dtype, int chunk_size, bool count_repeats)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_stage_inputs_cpu,
+    cuda=_stage_inputs_cuda,
     fake=_stage_inputs_fake,
     setup_context=_setup_stage_inputs,
     backward=_stage_inputs_backward,
@@ -217,13 +260,24 @@ stage_inputs_op = register(
 
 def _check_unstage(readings: Tensor, tokens: int) -> None:
     check_rank("readings", readings, "[steps, P, C, D]")
-    if tokens > readings.shape[0] * readings.shape[2]:
-        raise ValueError(f"tokens is {tokens}; {readings.shape[0]} chunks of {readings.shape[2]} hold fewer")
+    check_float("readings", readings)
+    steps, _, chunk, _ = readings.shape
+    if steps != num_steps(tokens, chunk):
+        want = num_steps(tokens, chunk)
+        raise ValueError(f"tokens is {tokens}, which {want} steps of {chunk} hold; readings has {steps}")
 
 
 def _unstage_readings_cpu(readings: Tensor, tokens: int) -> Tensor:
     _check_unstage(readings, tokens)
     return _from_chunks(readings, tokens, readings.dtype)
+
+
+def _unstage_readings_cuda(readings: Tensor, tokens: int) -> Tensor:
+    from .staging_kernels import launch_unstage_readings
+
+    out = _unstage_readings_fake(readings, tokens)
+    launch_unstage_readings(readings.contiguous(), out)
+    return out
 
 
 def _unstage_readings_fake(readings: Tensor, tokens: int) -> Tensor:
@@ -260,6 +314,7 @@ def _unstage_backward(ctx: Any, dreadings: Tensor) -> tuple[Tensor, None]:
 unstage_readings_op = register(
     "unstage_readings(Tensor readings, SymInt tokens) -> Tensor",
     cpu=_unstage_readings_cpu,
+    cuda=_unstage_readings_cuda,
     fake=_unstage_readings_fake,
     setup_context=_setup_unstage,
     backward=_unstage_backward,
@@ -292,7 +347,8 @@ def stage_inputs(
     Returns:
         `Staged`, fresh memory.
     Raises:
-        ValueError: shapes disagree. IndexError: an id beyond the bank (CPU).
+        ValueError: shapes disagree. UnsupportedConfigurationError: a dtype or chunk size outside the supported ones.
+        IndexError: an id beyond the bank (CPU).
     Note: differentiable; SPEC sections 1 (edges) and 2.
     """
     return Staged(*stage_inputs_op(k_idx, k_val, v, beta, g, q_idx, q_val, num_slots, dtype, chunk_size, count_repeats))

@@ -15,21 +15,10 @@ import torch
 from torch import Tensor
 
 from .dual_matmul import dual_matmul
-from .layout import ChunkFields, Staged
+from .layout import ChunkFields, Staged, StepGroups
 from .phase1 import phase1
 from .solve import solve
 from .token_gather import token_gather
-
-
-class StepGroups(NamedTuple):
-    """One step's slice of the fields that the write reads."""
-
-    write_w: Tensor  # [P, C, W]
-    group_decay: Tensor  # [P, E]
-    order: Tensor  # [P, E]
-    group_start: Tensor  # [P, E + 1]
-    group_slot: Tensor  # [P, E]
-
 
 Write = Callable[[int, Tensor, Tensor, StepGroups], Tensor]
 """write(step, bank, delta, groups) -> the bank after the step."""

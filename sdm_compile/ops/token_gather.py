@@ -52,6 +52,18 @@ def _token_gather_cpu(
     return outs
 
 
+def _token_gather_cuda(
+    bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
+) -> tuple[Tensor, Tensor]:
+    from .token_gather_kernels import launch_token_gather
+
+    _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
+    outs = _empty_token_gather_outputs(bank, k_idx)
+    bank, k_idx, k_eff, q_idx, q_w = (x.contiguous() for x in (bank, k_idx, k_eff, q_idx, q_w))
+    launch_token_gather(bank, None, k_idx, k_eff, q_idx, q_w, None, *outs)
+    return outs
+
+
 def _token_gather_fake(
     bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -118,6 +130,7 @@ def _token_gather_backward(ctx: Any, dretrieved: Tensor, dinter: Tensor) -> tupl
 token_gather_op = register(
     f"token_gather({_INPUTS}) -> (Tensor, Tensor)",
     cpu=_token_gather_cpu,
+    cuda=_token_gather_cuda,
     fake=_token_gather_fake,
     setup_context=_setup_token_gather,
     backward=_token_gather_backward,

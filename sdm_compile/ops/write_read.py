@@ -22,12 +22,12 @@ from .checks import (
 )
 from .decay_write import decay_write, decay_write_
 from .dispatch import Dispatch, record
-from .layout import ChunkFields, empty, empty_chunk_fields, empty_gradients, num_steps, wanted_gradients
+from .layout import ChunkFields, StepGroups, empty, empty_gradients, num_steps, wanted_gradients
 from .registry import register
 from .situation import current_situation
 from .snapshot import SnapshotPlan, check_mode, empty_snapshot, plan_snapshot
 from .staging import stage_inputs, unstage_readings
-from .step_loop import Coupled, StepGroups, couple, run_steps
+from .step_loop import Coupled, couple, run_steps
 from .write_read_bwd import Saved, write_read_backward_cpu
 
 _INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
@@ -52,17 +52,36 @@ def _empty_call_snapshot(memory: Tensor, k_idx: Tensor, chunk_size: int, mode: s
 
 def _empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, mode: str) -> Saved:
     streams, tokens, writes = k_idx.shape
-    lead = (num_steps(tokens, chunk_size), streams)
+    chunks = num_steps(tokens, chunk_size) * streams
     dtype = accumulate_dtype(memory.dtype)
-    fields = empty_chunk_fields(lead, chunk_size, writes, q_idx.shape[2], memory, dtype)
     snapshot, scales = _empty_call_snapshot(memory, k_idx, chunk_size, mode)
-    X, QX = (empty((*lead, chunk_size, chunk_size), memory, dtype) for _ in range(2))
-    return _saved(empty((*lead, chunk_size, memory.shape[1]), memory, dtype), snapshot, scales, X, QX, fields)
+
+    def per_token(width: int) -> Tensor:
+        return empty((chunks * chunk_size, width), memory, dtype)
+
+    def per_entry(dtype: torch.dtype = torch.int32, more: int = 0) -> Tensor:
+        return empty((chunks * (chunk_size * writes + more),), memory, dtype)
+
+    return Saved(
+        retrieved=per_token(memory.shape[1]),
+        snapshot=snapshot,
+        scales=scales,
+        X=per_token(chunk_size),
+        QX=per_token(chunk_size),
+        k_eff=per_token(writes),
+        q_w=per_token(q_idx.shape[2]),
+        write_w=per_token(writes),
+        A=per_token(chunk_size),
+        group_decay=per_entry(dtype),
+        order=per_entry(),
+        group_start=per_entry(more=1),
+        group_slot=per_entry(),
+    )
 
 
 def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: Tensor, fields: ChunkFields) -> Saved:
     kept = {name: getattr(fields, name) for name in Saved._fields if name in ChunkFields._fields}
-    return Saved(retrieved, snapshot, scales, X, QX, **kept)
+    return Saved(retrieved, snapshot, scales, X, QX, **kept).flattened()
 
 
 def _record(kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int, plan: SnapshotPlan) -> None:
@@ -71,7 +90,7 @@ def _record(kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int,
         kind,
         Dispatch(
             op=op,
-            route="cpu",
+            route=memory.device.type,
             situation=current_situation(memory.device),
             layout=plan.layout,
             writer=plan.writer,
@@ -115,6 +134,23 @@ def _write_read_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return readings, bank
 
 
+def _write_read_cuda(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *inputs, chunk_size = args
+    _check_write_read(memory, inputs, chunk_size)
+    bank = memory.clone(memory_format=torch.contiguous_format)
+    return _advance_cuda("write_read", bank, inputs, chunk_size), bank
+
+
+def _advance_cuda(op: str, bank: Tensor, inputs: Inputs, chunk_size: int) -> Tensor:
+    """Advances `bank` over all steps; returns the readings [P, T, D]."""
+    from .write_read_cuda import write_read_cuda
+
+    readings = _empty_readings(bank, inputs[0])
+    write_read_cuda(bank, inputs, chunk_size, readings)
+    _record("forward", op, bank, inputs, chunk_size, plan_snapshot(False, "none", current_situation(bank.device)))
+    return readings
+
+
 def _write_read_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *inputs, chunk_size = args
     _check_write_read(memory, inputs, chunk_size)
@@ -126,6 +162,13 @@ def _write_read_in_place_cpu(memory: Tensor, *args: Any) -> Tensor:
     _check_write_read(memory, inputs, chunk_size)
     check_contiguous_bank(memory)
     return _forward_cpu("write_read_", memory, inputs, chunk_size, None, "none")[0]
+
+
+def _write_read_in_place_cuda(memory: Tensor, *args: Any) -> Tensor:
+    *inputs, chunk_size = args
+    _check_write_read(memory, inputs, chunk_size)
+    check_contiguous_bank(memory)
+    return _advance_cuda("write_read_", memory, inputs, chunk_size)
 
 
 def _write_read_in_place_fake(memory: Tensor, *args: Any) -> Tensor:
@@ -168,6 +211,7 @@ def _write_read_bwd_cpu(
     staged = stage_inputs(
         *inputs, num_slots=final_memory.shape[0], dtype=final_memory.dtype, chunk_size=chunk_size, count_repeats=False
     )
+    saved = saved._replace(snapshot=saved.snapshot.contiguous()).unflattened(*staged.k_idx.shape)
     grads = write_read_backward_cpu(
         dreadings, dfinal, final_memory, inputs, staged, saved, chunk_size, mode, grad_bank_fp32
     )
@@ -211,6 +255,7 @@ def _write_read_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | No
 write_read_op = register(
     f"write_read(Tensor memory, {_INPUTS}, int chunk_size) -> (Tensor, Tensor)",
     cpu=_write_read_cpu,
+    cuda=_write_read_cuda,
     fake=_write_read_fake,
 )
 
@@ -226,21 +271,35 @@ write_read_save_op = register(
 write_read_in_place_op = register(
     f"write_read_(Tensor(a!) memory, {_INPUTS}, int chunk_size) -> Tensor",
     cpu=_write_read_in_place_cpu,
+    cuda=_write_read_in_place_cuda,
     fake=_write_read_in_place_fake,
 )
+
+
+def _write_read_composite(
+    memory: Tensor, inputs: Inputs, chunk_size: int, snapshot_quant: str, grad_bank_fp32: bool
+) -> tuple[Tensor, Tensor]:
+    """The whole loop as one op: the saving one where a gradient is wanted."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (memory, *inputs)):
+        readings, final, *_ = write_read_save_op(memory, *inputs, chunk_size, snapshot_quant, grad_bank_fp32)
+        return readings, final
+    check_mode(snapshot_quant, memory.dtype)
+    return write_read_op(memory, *inputs, chunk_size)
 
 
 def _write_read_traced(memory: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, Tensor]:
     """The step loop over the registered stage ops, in traceable Python."""
     _check_write_read(memory, inputs, chunk_size)
+    tokens = inputs[0].shape[1]
+    if not tokens:  # no step, so no stage that would make the outputs depend on the inputs
+        return _write_read_composite(memory, inputs, chunk_size, "none", False)
     staged = stage_inputs(*inputs, num_slots=memory.shape[0], dtype=memory.dtype, chunk_size=chunk_size)
 
     def write(step: int, bank: Tensor, delta: Tensor, groups: StepGroups) -> Tensor:
         return decay_write(bank, delta, *groups)
 
     bank, readings, _ = run_steps(memory, staged, couple(staged), write)
-    final = memory.clone(memory_format=torch.contiguous_format) if bank is memory else bank
-    return unstage_readings(readings, inputs[0].shape[1]), final
+    return unstage_readings(readings, tokens), bank
 
 
 def sdm_write_read(
@@ -289,11 +348,7 @@ def sdm_write_read(
                 "use 'none' and False, or trace_steps=False"
             )
         return _write_read_traced(memory, inputs, chunk_size)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (memory, k_val, v, beta, g, q_val)):
-        readings, final, *_ = write_read_save_op(memory, *inputs, chunk_size, snapshot_quant, grad_bank_fp32)
-        return readings, final
-    check_mode(snapshot_quant, memory.dtype)
-    return write_read_op(memory, *inputs, chunk_size)
+    return _write_read_composite(memory, inputs, chunk_size, snapshot_quant, grad_bank_fp32)
 
 
 def sdm_write_read_(

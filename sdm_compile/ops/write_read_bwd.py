@@ -21,9 +21,13 @@ from .staging import stage_inputs_bwd_op, unstage_readings_bwd_op
 
 
 class Saved(NamedTuple):
-    """What a saving forward keeps for its backward, beside its inputs and the final bank."""
+    """What a saving forward keeps for its backward, beside its inputs and the final bank.
 
-    retrieved: Tensor  # [steps, P, C, D]
+    Ops pass it `flattened`: tracing asks of every dimension whether it is 1, so with one of size `steps` a graph would
+    serve either one step or several, not both.
+    """
+
+    retrieved: Tensor  # [steps, P, C, D], flattened [steps * P * C, D]
     snapshot: Tensor  # [steps * P * E, *]
     scales: Tensor  # [steps * P * E] or [0]
     X: Tensor  # [steps, P, C, C]
@@ -32,10 +36,23 @@ class Saved(NamedTuple):
     q_w: Tensor  # [steps, P, C, R]
     write_w: Tensor  # [steps, P, C, W]
     A: Tensor  # [steps, P, C, C]
-    group_decay: Tensor  # [steps, P, E]
+    group_decay: Tensor  # [steps, P, E], flattened [steps * P * E]
     order: Tensor  # [steps, P, E]
     group_start: Tensor  # [steps, P, E + 1]
     group_slot: Tensor  # [steps, P, E]
+
+    def flattened(self) -> Saved:
+        """The same memory without a dimension of size `steps`."""
+        rows = ("snapshot", "scales")
+        return self._replace(**{name: x.flatten(0, 2) for name, x in self._asdict().items() if name not in rows})
+
+    def unflattened(self, steps: int, streams: int, chunk_size: int, writes: int) -> Saved:
+        """The inverse of `flattened`."""
+        chunks, entries = (steps, streams), chunk_size * writes
+        tokens = {name: (*chunks, chunk_size) for name in ("retrieved", "X", "QX", "k_eff", "q_w", "write_w", "A")}
+        groups = {name: (*chunks, entries) for name in ("group_decay", "order", "group_slot")}
+        sizes = {**tokens, **groups, "group_start": (*chunks, entries + 1)}
+        return self._replace(**{name: getattr(self, name).unflatten(0, size) for name, size in sizes.items()})
 
 
 class _StepGradients(NamedTuple):

@@ -469,6 +469,15 @@ def test_initial_values(decay):
         check_initial_values(layer)
 
 
+@pytest.mark.parametrize("end", [0, 1], ids=["low", "high"])
+def test_initial_gates_at_the_ends_of_their_ranges(end):
+    layer = make_layer(A_init_range=(2, 3))
+    with mock.patch.object(torch.Tensor, "uniform_", lambda t, *bounds: t.fill_(bounds[end])):
+        layer.init_weights()
+    assert_same(layer.A_log.exp(), torch.full_like(layer.A_log, (2, 3)[end]))
+    assert_same(F.softplus(layer.dt_bias), torch.full_like(layer.dt_bias, (0.001, 0.1)[end]))
+
+
 def exempt(layer):
     return {name for name, parameter in layer.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
 

@@ -1,0 +1,257 @@
+"""Triton kernel of the decode step: one program writes and then reads one token, BD columns of its rows.
+
+Rows are taken G at a time. Row n of a sum goes to partial sum n % G, in the order of n, and at the end neighbouring
+partial sums are added pairwise: an order that depends on the number of rows alone, not on BD, the number of warps or
+the number of streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _load_ids(p_idx, o_n, num_slots, N: tl.constexpr):
+    """Bank rows as int64, and which of them are in the bank."""
+    idx = tl.load(p_idx + o_n, mask=o_n < N, other=-1).to(tl.int64)
+    return idx, idx.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
+
+
+@triton.jit
+def _load_rounded(p_x, o_n, m_n, dtype: tl.constexpr):
+    """In float32, rounded to the bank's dtype."""
+    return tl.load(p_x + o_n, mask=m_n, other=0.0).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _pairwise_sum(x):
+    """[N, A] to [1, A], neighbours first; N is a power of two up to 256."""
+    for _ in tl.static_range(8):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), axis=1)
+    return x
+
+
+@triton.jit
+def _ascend(p_idx, N: tl.constexpr, BN: tl.constexpr):
+    """Whether every id is above the one before it, unless that is no slot: then no slot repeats."""
+    o_n = tl.arange(0, BN)
+    m_n = (o_n > 0) & (o_n < N)
+    idx = tl.load(p_idx + o_n, mask=m_n, other=0)
+    before = tl.load(p_idx + o_n - 1, mask=m_n, other=-1)
+    return tl.max(((before >= 0) & (before >= idx)).to(tl.int32), axis=0) == 0
+
+
+@triton.jit
+def _any_repeat(p_idx, N: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
+    """Whether two of the ids are one slot: compares every pair."""
+    o_n = tl.arange(0, BN)
+    idx = tl.load(p_idx + o_n, mask=o_n < N, other=-1)
+    found = tl.zeros([G, BN], tl.int1)
+    for n in range(0, N * tl.num_programs(1), G):  # the grid has one row; not unrolled, as the compiler cannot know it
+        o_g = n + tl.arange(0, G)
+        later = tl.load(p_idx + o_g, mask=o_g < N, other=-1)
+        found |= (later[:, None] == idx[None, :]) & (o_g[:, None] > o_n[None, :]) & (idx[None, :] >= 0)
+    return tl.max(tl.max(found.to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
+def _merge(p_idx, p_weight, num_slots, N: tl.constexpr, G: tl.constexpr, dtype: tl.constexpr):
+    """Tuples of [G]: the slot's summed weights at its first write, else zero; which are first; and how many are not."""
+    ids, valid, totals, firsts = (), (), (), ()
+    for n in tl.static_range(0, N, G):
+        idx, m_n = _load_ids(p_idx, n + tl.arange(0, G), num_slots, N)
+        ids += (idx,)
+        valid += (m_n,)
+        totals += (tl.zeros([G], tl.float32),)
+        firsts += (tl.full([G], N, tl.int32),)
+    for n in range(N * tl.num_programs(1)):
+        slot = tl.load(p_idx + n)
+        weight = tl.load(p_weight + n).to(dtype).to(tl.float32)
+        new_totals, new_firsts = (), ()
+        for i in tl.static_range(len(ids)):
+            same = valid[i] & (ids[i] == slot)
+            new_totals += (tl.where(same, totals[i] + weight, totals[i]),)
+            new_firsts += (tl.where(same, tl.minimum(firsts[i], n), firsts[i]),)
+        totals, firsts = new_totals, new_firsts
+    merged, keep = (), ()
+    repeats = 0
+    for i in tl.static_range(len(ids)):
+        keep += (valid[i] & (firsts[i] == i * G + tl.arange(0, G)),)
+        merged += (tl.where(keep[i], totals[i], 0.0).to(dtype).to(tl.float32),)
+        repeats += tl.sum((valid[i] & ~keep[i]).to(tl.int32), axis=0)
+    return merged, keep, repeats
+
+
+@triton.jit
+def _write(p_rows, rows, weight, keep, gates, token_gate, v, beta, m_d, GATES: tl.constexpr):
+    """The recurrence on tuples of [G, BD] rows and their [G] weights; gates is empty where the token has one gate."""
+    dtype: tl.constexpr = rows[0].dtype
+    total = tl.zeros(rows[0].shape, tl.float32)
+    decayed = ()
+    for n in tl.static_range(len(rows)):
+        if GATES:
+            decayed += (rows[n].to(tl.float32) * tl.exp(tl.where(keep[n], gates[n], 0.0))[:, None],)
+        else:
+            decayed += (rows[n].to(tl.float32) * tl.exp(token_gate),)
+        total = tl.fma(tl.broadcast_to(weight[n][:, None], total.shape), decayed[n], total)
+    delta = tl.broadcast_to(beta * (v - _pairwise_sum(total)), total.shape)
+    for n in tl.static_range(len(rows)):
+        row = tl.fma(tl.broadcast_to(weight[n][:, None], total.shape), delta, decayed[n])
+        tl.store(p_rows[n], row.to(dtype), mask=keep[n][:, None] & m_d)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _decode_step_kernel(
+    p_bank,
+    p_k_idx,
+    p_k_val,
+    p_v,
+    p_beta,
+    p_g,
+    p_q_idx,
+    p_q_val,
+    p_readings,
+    p_repeats,
+    num_slots,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    BW: tl.constexpr,
+    GW: tl.constexpr,
+    GR: tl.constexpr,
+    GATES: tl.constexpr,
+    BD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BW: W as a power of two. GATES: g is [streams, W], not [streams, 1].
+
+    EARLY: the read rows are requested together with the write rows, so that their latencies overlap; after the write
+    they come from the nearest cache, whether or not it has written them.
+    """
+    TILES: tl.constexpr = (D + BD - 1) // BD
+    dtype: tl.constexpr = p_bank.dtype.element_ty
+    tile = tl.program_id(0) % TILES
+    stream = (tl.program_id(0) // TILES).to(tl.int64)
+    p_k_idx += stream * W
+    p_k_val += stream * W
+    p_q_idx += stream * R
+    p_q_val += stream * R
+    p_g += stream * (W if GATES else 1)
+    o_d = tile * BD + tl.arange(0, BD)[None, :]
+    m_d = o_d < D
+
+    m_k, p_k_rows, m_q, p_q_rows = (), (), (), ()
+    for n in tl.static_range(0, W, GW):
+        idx, valid = _load_ids(p_k_idx, n + tl.arange(0, GW), num_slots, W)
+        m_k += (valid,)
+        p_k_rows += (p_bank + idx[:, None] * D + o_d,)
+    for n in tl.static_range(0, R, GR):
+        idx, valid = _load_ids(p_q_idx, n + tl.arange(0, GR), num_slots, R)
+        m_q += (valid,)
+        p_q_rows += (p_bank + idx[:, None] * D + o_d,)
+
+    # Everything is requested before anything is waited for.
+    k_rows, q_rows, k_weight, q_weight, gates = (), (), (), (), ()
+    for n in tl.static_range(len(m_k)):
+        k_rows += (tl.load(p_k_rows[n], mask=m_k[n][:, None] & m_d, other=0.0),)
+    for n in tl.static_range(len(m_q)):
+        if EARLY:
+            q_rows += (tl.load(p_q_rows[n], mask=m_q[n][:, None] & m_d, other=0.0),)
+        else:
+            q_rows += (tl.zeros([GR, BD], dtype),)
+    token_gate = tl.load(p_g).to(tl.float32)
+    for n in tl.static_range(len(m_k)):
+        k_weight += (_load_rounded(p_k_val, n * GW + tl.arange(0, GW), m_k[n], dtype),)
+        if GATES:
+            gates += (tl.load(p_g + n * GW + tl.arange(0, GW), mask=m_k[n], other=0.0).to(tl.float32),)
+    beta = tl.load(p_beta + stream).to(tl.float32)
+    v = _load_rounded(p_v, stream * D + o_d, m_d, dtype)
+    for n in tl.static_range(len(m_q)):
+        q_weight += (_load_rounded(p_q_val, n * GR + tl.arange(0, GR), m_q[n], dtype),)
+
+    repeated = False
+    if not _ascend(p_k_idx, W, BW):
+        repeated = _any_repeat(p_k_idx, W, BW, GW)
+    if repeated:
+        merged, keep, repeats = _merge(p_k_idx, p_k_val, num_slots, W, GW, dtype)
+        if tile == 0:
+            tl.atomic_add(p_repeats, repeats.to(tl.int64), sem="relaxed")
+        _write(p_k_rows, k_rows, merged, keep, gates, token_gate, v, beta, m_d, GATES)
+    else:
+        _write(p_k_rows, k_rows, k_weight, m_k, gates, token_gate, v, beta, m_d, GATES)
+
+    tl.debug_barrier()  # other threads of the program wrote rows that this one reads
+    total = tl.zeros([GR, BD], tl.float32)
+    m_d = o_d < D * tl.num_programs(1)  # the same; but a compiler that knew it would drop the early request
+    for n in tl.static_range(len(m_q)):
+        row = tl.load(p_q_rows[n], mask=m_q[n][:, None] & m_d, other=q_rows[n]).to(tl.float32)
+        total = tl.fma(tl.broadcast_to(q_weight[n][:, None], total.shape), row, total)
+    reading = tl.broadcast_to(_pairwise_sum(total), total.shape)
+    o_g = tl.arange(0, GR)[:, None]
+    tl.store(p_readings + stream * D + o_d + 0 * o_g, reading.to(dtype), mask=(o_g == 0) & m_d)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    rows_w: int  # decides the order of the sum over the writes; rows_r likewise
+    rows_r: int
+    columns: int  # these three change no bit
+    early: bool
+    warps: int
+
+    @staticmethod
+    def from_shapes(streams: int, writes: int, reads: int, head_dim: int, element: int) -> DecodeConfig:
+        """`element`: bytes per element of the bank."""
+        rows_w, rows_r = (
+            min(triton.next_power_of_2(n), max(8, triton.next_power_of_2(n) // 8)) for n in (writes, reads)
+        )
+        piece = 32 if streams * head_dim * element <= 2**17 else 64  # bytes of a row per program
+        return DecodeConfig(
+            rows_w=rows_w,
+            rows_r=rows_r,
+            columns=min(piece // element, triton.next_power_of_2(head_dim)),
+            early=True,
+            warps=max(1, max(rows_w, rows_r) // 8),
+        )
+
+
+def launch_decode_step(
+    config: DecodeConfig,
+    bank: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    readings: Tensor,
+    repeats: Tensor,
+) -> None:
+    """Advances `bank` [num_slots, D] and fills `readings` [..., D], both contiguous; repeats: int64, added to."""
+    num_slots, head_dim = bank.shape
+    writes, reads = k_idx.shape[-1], q_idx.shape[-1]
+    programs = readings.numel() // head_dim * triton.cdiv(head_dim, config.columns)
+    if not programs:
+        return
+    _decode_step_kernel[(programs,)](
+        bank,
+        *(x.contiguous() for x in (k_idx, k_val, v, beta, g, q_idx, q_val)),
+        *(readings, repeats, num_slots),
+        D=head_dim,
+        W=writes,
+        R=reads,
+        BW=triton.next_power_of_2(writes),
+        GW=config.rows_w,
+        GR=config.rows_r,
+        GATES=g.shape[-1] != 1,
+        BD=config.columns,
+        EARLY=config.early,
+        num_warps=config.warps,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,191 @@
+"""Triton kernels of the staging: one program cleans one token of one stream; see `staging` for what cleaning means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import Staged
+
+
+@triton.jit
+def _stage_token_kernel(
+    p_k_idx,
+    p_k_val,
+    p_beta,
+    p_g,
+    p_q_idx,
+    p_q_val,
+    p_k_idx_out,
+    p_k_val_out,
+    p_beta_out,
+    p_g_out,
+    p_q_idx_out,
+    p_q_val_out,
+    p_silent,
+    p_repeats,
+    tokens,
+    first_token,
+    streams,
+    num_slots,
+    s_kp,
+    s_kt,
+    s_kw,
+    s_vp,
+    s_vt,
+    s_vw,
+    s_bp,
+    s_bt,
+    s_gp,
+    s_gt,
+    s_gw,
+    s_qp,
+    s_qt,
+    s_qr,
+    s_up,
+    s_ut,
+    s_ur,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    GATES: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    i = tl.program_id(0)
+    chunk = tl.program_id(1).to(tl.int64)  # step * streams + stream, within the slab
+    p = chunk % streams
+    t = first_token + (chunk // streams) * C + i
+    w_here = tl.where(t < tokens, W, 0)  # padding tokens have no writes and no reads
+    r_here = tl.where(t < tokens, R, 0)
+    row = chunk * C + i
+    dtype = p_k_val_out.dtype.element_ty
+    o_w = tl.arange(0, BW)
+    m_w = o_w < W
+    ids = tl.load(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, mask=o_w < w_here, other=-1).to(tl.int64)
+    ids = tl.where((ids < 0) | (ids >= num_slots), -1, ids).to(tl.int32)
+    held = ids >= 0
+    # The first write of the same slot, and the sum of its weights, over blocks of BX writes.
+    first = tl.full([BW], W, tl.int32)
+    weight = tl.zeros([BW], tl.float32)
+    for x in tl.static_range(0, W, BX):
+        o_x = x + tl.arange(0, BX)
+        m_x = o_x < w_here
+        ids_x = tl.load(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, mask=m_x, other=-1).to(tl.int64)
+        val_x = tl.load(p_k_val + p * s_vp + t * s_vt + o_x * s_vw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
+        same = held[:, None] & (ids_x.to(tl.int32)[None, :] == ids[:, None]) & (ids_x >= 0)[None, :]
+        first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
+        weight += tl.sum(tl.where(same, val_x[None, :], 0.0), axis=1)
+    kept = held & (first == o_w)
+    tl.store(p_k_idx_out + row * W + o_w, tl.where(kept, ids, -1), mask=m_w)
+    tl.store(p_k_val_out + row * W + o_w, tl.where(kept, weight, 0.0).to(dtype), mask=m_w)
+    any_held = tl.max(held.to(tl.int32), axis=0) > 0
+    beta = tl.load(p_beta + p * s_bp + t * s_bt, mask=t < tokens, other=0.0).to(tl.float32)
+    tl.store(p_beta_out + row, tl.where(any_held, beta, 0.0))
+    tl.store(p_silent + row, (~any_held).to(tl.int8))
+    if GATES == W:
+        gate = tl.load(p_g + p * s_gp + t * s_gt + o_w * s_gw, mask=o_w < w_here, other=0.0).to(tl.float32)
+        tl.store(p_g_out + row * W + o_w, tl.where(kept, gate, 0.0), mask=m_w)
+    else:
+        gate = tl.load(p_g + p * s_gp + t * s_gt, mask=t < tokens, other=0.0).to(tl.float32)
+        tl.store(p_g_out + row, tl.where(any_held, gate, 0.0))
+    if COUNT:
+        repeats = tl.sum((held & (first < o_w)).to(tl.int64), axis=0)
+        if repeats > 0:
+            tl.atomic_add(p_repeats, repeats)
+    o_r = tl.arange(0, BR)
+    m_r = o_r < R
+    ids = tl.load(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, mask=o_r < r_here, other=-1).to(tl.int64)
+    read = (ids >= 0) & (ids < num_slots)
+    val = tl.load(p_q_val + p * s_up + t * s_ut + o_r * s_ur, mask=m_r & read, other=0.0)
+    tl.store(p_q_idx_out + row * R + o_r, tl.where(read, ids, -1).to(tl.int32), mask=m_r)
+    tl.store(p_q_val_out + row * R + o_r, val.to(dtype), mask=m_r)
+
+
+@triton.jit
+def _stage_values_kernel(
+    p_v, p_silent, p_out, tokens, first_token, streams, s_p, s_t, s_d, D, C: tl.constexpr, BD: tl.constexpr
+):
+    """v [P, T, D] to [steps, P, C, D] in the bank's dtype; zeros for padding and for tokens without a write."""
+    i = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    p = chunk % streams
+    t = first_token + (chunk // streams) * C + i
+    row = chunk * C + i
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    silent = tl.load(p_silent + row) != 0
+    v = tl.load(p_v + p * s_p + t * s_t + o_d * s_d, mask=o_d < tl.where((t < tokens) & ~silent, D, 0), other=0.0)
+    tl.store(p_out + row * D + o_d, v.to(p_out.dtype.element_ty), mask=o_d < D)
+
+
+@triton.jit
+def _unstage_kernel(p_staged, p_out, tokens, streams, D, C: tl.constexpr, BD: tl.constexpr):
+    """[steps, P, C, D] to [P, T, D]."""
+    t = tl.program_id(1).to(tl.int64)
+    p = tl.program_id(2)
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    row = ((t // C) * streams + p) * C + t % C
+    x = tl.load(p_staged + row * D + o_d, mask=o_d < D)
+    tl.store(p_out + (p.to(tl.int64) * tokens + t) * D + o_d, x, mask=o_d < D)
+
+
+def launch_stage_inputs(
+    inputs: Sequence[Tensor],
+    staged: Staged,
+    silent: Tensor,
+    repeats: Tensor | None,
+    num_slots: int,
+    first_token: int = 0,
+) -> None:
+    """Fills `staged` [steps, P, C, *] with the tokens of `inputs` [P, T, *] from `first_token` on, any strides.
+
+    Args:
+        silent: [steps, P, C] int8, scratch. repeats: the device's count of repeated slots, or None not to count.
+    """
+    k_idx, k_val, v, beta, g, q_idx, q_val = inputs
+    steps, streams, chunk, writes = staged.k_idx.shape
+    reads, width, tokens = q_idx.shape[2], v.shape[2], k_idx.shape[1]
+    if not steps or not streams:
+        return
+    block_w = triton.next_power_of_2(writes)
+    _stage_token_kernel[(chunk, steps * streams)](
+        *(k_idx, k_val, beta, g, q_idx, q_val),
+        *(staged.k_idx, staged.k_val, staged.beta, staged.g, staged.q_idx, staged.q_val, silent),
+        silent if repeats is None else repeats,
+        *(tokens, first_token, streams, num_slots),
+        *(*k_idx.stride(), *k_val.stride(), *beta.stride()[:2], *g.stride(), *q_idx.stride(), *q_val.stride()),
+        C=chunk,
+        W=writes,
+        R=reads,
+        GATES=g.shape[2],
+        BW=block_w,
+        BR=triton.next_power_of_2(reads),
+        BX=min(32, block_w),
+        COUNT=repeats is not None,
+        num_warps=1 if writes <= 64 else 4,
+        enable_fp_fusion=True,
+    )
+    columns = min(1024, triton.next_power_of_2(width))
+    _stage_values_kernel[(triton.cdiv(width, columns), chunk, steps * streams)](
+        *(v, silent, staged.v, tokens, first_token, streams, *v.stride(), width),
+        C=chunk,
+        BD=columns,
+        num_warps=1,
+    )
+
+
+def launch_unstage_readings(readings: Tensor, out: Tensor) -> None:
+    """Contiguous [steps, P, C, D] to [P, T, D]."""
+    _, streams, chunk, width = readings.shape
+    tokens = out.shape[1]
+    if not tokens or not streams:
+        return
+    columns = min(1024, triton.next_power_of_2(width))
+    _unstage_kernel[(triton.cdiv(width, columns), tokens, streams)](
+        readings, out, tokens, streams, width, C=chunk, BD=columns, num_warps=1
+    )

@@ -1,0 +1,119 @@
+"""Triton kernel of the token gather: one program sums one token's write rows and then its read rows, BD columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, N: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """sum over N rows of weight times bank[idx], BN rows at a time."""
+    total = tl.zeros([BD], tl.float32)
+    for n in tl.static_range(0, N, BN):
+        o_n = n + tl.arange(0, BN)
+        m_n = o_n < N
+        idx = tl.load(p_idx + o_n, mask=m_n, other=-1)
+        m_n &= (idx >= 0) & (idx < num_slots)
+        weight = tl.load(p_weight + o_n, mask=m_n, other=0.0)
+        at = idx.to(tl.int64)[:, None] * D + o_d[None, :]
+        rows = tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(rows * weight[:, None], axis=0)
+    return total
+
+
+@triton.jit
+def _token_gather_kernel(
+    p_bank,
+    p_table,
+    p_k_idx,
+    p_k_eff,
+    p_q_idx,
+    p_q_w,
+    p_v,
+    p_beta,
+    p_retrieved,
+    p_inter,
+    num_slots,
+    D,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+    TABLE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """TABLE: the bank's address stands in p_table. RESIDUAL: store u = beta (v - retrieved) instead of retrieved."""
+    if TABLE:
+        p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
+        p_bank = tl.multiple_of(p_bank, 16)
+    token = tl.program_id(1).to(tl.int64)
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    retrieved = _row_sum(p_bank, p_k_idx + token * W, p_k_eff + token * W, o_d, m_d, num_slots, D, W, BW, BD)
+    if RESIDUAL:
+        v = tl.load(p_v + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        retrieved = tl.load(p_beta + token) * (v - retrieved)
+    tl.store(p_retrieved + token * D + o_d, retrieved, mask=m_d)
+    inter = _row_sum(p_bank, p_q_idx + token * R, p_q_w + token * R, o_d, m_d, num_slots, D, R, BR, BD)
+    tl.store(p_inter + token * D + o_d, inter, mask=m_d)
+
+
+@dataclass(frozen=True)
+class TokenGatherConfig:
+    columns: int
+    rows_w: int
+    rows_r: int
+    warps: int
+
+    @staticmethod
+    def from_shapes(writes: int, reads: int, head_dim: int) -> TokenGatherConfig:
+        # Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64 columns and 32 rows
+        # per load; 12.3 with 32 columns, 11.2 with 128, 15.4 with two warps, 27.1 with four.
+        return TokenGatherConfig(
+            columns=min(64, triton.next_power_of_2(head_dim)),
+            rows_w=min(32, triton.next_power_of_2(writes)),
+            rows_r=min(32, triton.next_power_of_2(reads)),
+            warps=1,
+        )
+
+
+def launch_token_gather(
+    bank: Tensor,
+    table: Tensor | None,
+    k_idx: Tensor,
+    k_eff: Tensor,
+    q_idx: Tensor,
+    q_w: Tensor,
+    residual: tuple[Tensor, Tensor] | None,
+    retrieved: Tensor,
+    inter: Tensor,
+) -> None:
+    """One step: fills retrieved and inter [P, C, D] from contiguous inputs.
+
+    With `residual` = (v, beta) `retrieved` receives u = beta (v - retrieved). With a `table` the kernel takes the
+    bank's address from its first entry, and from `bank` the dtype and shape alone.
+    """
+    streams, chunk, writes = k_idx.shape
+    reads, (num_slots, width) = q_idx.shape[2], bank.shape
+    if not streams:
+        return
+    config = TokenGatherConfig.from_shapes(writes, reads, width)
+    v, beta = residual or (retrieved, retrieved)
+    _token_gather_kernel[(triton.cdiv(width, config.columns), streams * chunk)](
+        *(bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w, v, beta, retrieved, inter),
+        *(num_slots, width),
+        W=writes,
+        R=reads,
+        BW=config.rows_w,
+        BR=config.rows_r,
+        BD=config.columns,
+        TABLE=table is not None,
+        RESIDUAL=residual is not None,
+        num_warps=config.warps,
+        enable_fp_fusion=True,
+    )

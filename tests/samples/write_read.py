@@ -1,0 +1,139 @@
+"""Samples of the composite write/read: calls as users make them, and what a saving forward leaves to its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdm_compile import reference
+from sdm_compile.ops.checks import accumulate_dtype
+from sdm_compile.ops.write_read_bwd import Saved
+from tests.cases import Case, Inputs
+from tests.harness import OpCase, Sample, masked, normal_like, vjp
+
+from .row_quant import LOSSY_DTYPES, empty_rows
+from .shapes import EDGES, EVERY, NO_TOKENS, RAGGED, Chunked, chunked, run_chunked
+
+# Rows of small integers, the largest 7, are stored without rounding in every mode; one step sees no others.
+_EXACT = replace(RAGGED, name="one step", tokens=5, chunk_size=6)
+_LOSSY = ("bf16", "fp8", "int4")
+
+
+def _exact_inputs(dtype: torch.dtype) -> Inputs:
+    inputs = _EXACT.make(dtype)
+    memory = torch.randint(-7, 8, inputs.memory.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    memory[:, 2] = 7
+    return inputs._replace(memory=memory)
+
+
+def _snapshot(call: Chunked, mode: str) -> tuple[Tensor, Tensor]:
+    """The row of every slot group of every chunk before its step, in a mode's form; zeros for unused groups."""
+    groups = call.fields.group_slot
+    payload, scales = empty_rows(groups.numel(), call.banks[0], mode)
+    for step, slots in enumerate(groups.flatten(1)):
+        place = (slots >= 0).nonzero()[:, 0] + step * len(slots)
+        rows, row_scales = reference.snapshot_quantize(call.banks[step][slots[slots >= 0].long()], mode)
+        payload[place] = rows
+        if len(scales):
+            scales[place] = row_scales
+    return payload, scales
+
+
+def _saved(call: Chunked, mode: str) -> Saved:
+    snapshot, scales = _snapshot(call, mode)
+    kept = {name: field for name, field in call.fields._asdict().items() if name in Saved._fields}
+    return Saved(call.retrieved, snapshot, scales, call.X, call.QX, **kept).flattened()
+
+
+def _write_read_save(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, chunk_size, mode, _ = args
+    return (
+        *reference.write_read(memory, *inputs),
+        *_saved(run_chunked(Inputs(memory, *inputs), chunk_size), mode),
+    )
+
+
+def _write_read_(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return reference.write_read(memory, *args[:-1])
+
+
+def _bwd_args(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    inputs: Inputs | None = None,
+    mode: str = "none",
+    grad_bank_fp32: bool = False,
+    given: tuple[bool, bool] = (True, True),
+    mask: Sequence[bool] = (True,) * 6,
+) -> list[Any]:
+    call = chunked(case, dtype) if inputs is None else run_chunked(inputs.to(torch.float64), case.chunk_size)
+    inputs = inputs or case.make(dtype)
+    saved = _saved(call, mode)._asdict()
+    for name, x in saved.items():
+        if x.dtype == torch.float64:
+            saved[name] = x.to(dtype if name == "snapshot" else accumulate_dtype(dtype))
+    grads = [normal_like(x) if g else None for x, g in zip((inputs.v, inputs.memory), given, strict=True)]
+    final = call.banks[-1].to(dtype)
+    return [*grads, final, *inputs[1:], *saved.values(), case.chunk_size, mode, grad_bank_fp32, list(mask)]
+
+
+def _write_read_bwd(dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any) -> list[Tensor]:
+    """The token loop differentiated, from the bank before the call: the final one with every snapshot row put back."""
+    inputs, saved = args[:7], Saved(*args[7:-4])
+    chunk_size, mode, _, mask = args[-4:]
+    memory = final_memory.clone()
+    rows = reference.snapshot_dequantize(saved.snapshot, saved.scales, mode, memory.shape[1], memory.dtype)
+    streams, tokens, writes = inputs[0].shape
+    groups = streams * chunk_size * writes  # of a step
+    for step in reversed(range(-(-tokens // chunk_size))):
+        at = slice(step * groups, (step + 1) * groups)
+        slots = saved.group_slot.flatten()[at]
+        memory[slots[slots >= 0].long()] = rows[at][slots >= 0]
+    return masked(vjp(reference.write_read, (memory, *inputs), (dreadings, dfinal)), mask)
+
+
+def _call_samples(make: Any) -> list[Sample]:
+    return [Sample(c.name, lambda dtype, c=c: [*c.make(dtype), c.chunk_size, *make]) for c in EVERY]
+
+
+CASES = [
+    OpCase("write_read", _call_samples([]), lambda *args: reference.write_read(*args[:-1]), through_bank=True),
+    OpCase(
+        "write_read_save",
+        [
+            *_call_samples(["none", False]),
+            *(
+                Sample(m, lambda dtype, m=m: [*_exact_inputs(dtype), _EXACT.chunk_size, m, False], LOSSY_DTYPES)
+                for m in _LOSSY
+            ),
+            Sample("gradient in float32", lambda dtype: [*RAGGED.make(dtype), RAGGED.chunk_size, "none", True]),
+        ],
+        _write_read_save,
+        differentiable=(0, 1),
+        through_bank=True,
+    ),
+    OpCase(
+        "write_read_bwd",
+        [
+            *(Sample(c.name, lambda dtype, c=c: _bwd_args(c, dtype)) for c in EVERY),
+            Sample("no gradient of the bank", lambda dtype: _bwd_args(EDGES, dtype, given=(True, False))),
+            Sample("no gradient of the readings", lambda dtype: _bwd_args(EDGES, dtype, given=(False, True))),
+            Sample("no tokens, bank alone", lambda dtype: _bwd_args(NO_TOKENS, dtype, given=(False, True))),
+            Sample("every other gradient", lambda dtype: _bwd_args(RAGGED, dtype, mask=(True, False) * 3)),
+            Sample("the others", lambda dtype: _bwd_args(RAGGED, dtype, mask=(False, True) * 3)),
+            Sample("gradient in float32", lambda dtype: _bwd_args(RAGGED, dtype, grad_bank_fp32=True)),
+            *(
+                Sample(m, lambda dt, m=m: _bwd_args(_EXACT, dt, inputs=_exact_inputs(dt), mode=m), LOSSY_DTYPES)
+                for m in _LOSSY
+            ),
+        ],
+        _write_read_bwd,
+        through_bank=True,
+    ),
+    OpCase("write_read_", _call_samples([]), _write_read_, through_bank=True),
+]
