@@ -12,7 +12,9 @@ the decode state, so a sequence may be cut anywhere, down to one byte at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -161,7 +163,7 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=0.1 * dim**-0.5)
         self.norm.reset_parameters()
-        for block in self.blocks:
+        for block in self._blocks():
             block.norm.reset_parameters()
             block.mlp_norm.reset_parameters()
             nn.init.normal_(block.conv.weight, std=self.config.conv_width**-0.5)
@@ -172,8 +174,8 @@ class LanguageModel(nn.Module):
     def init_state(self, batch: int) -> LMState:
         """A new decode state for `batch` sequences: the initial memories, and zeros before the first token."""
         with torch.inference_mode(False):
-            tails = [self._empty_tail(batch) for _ in self.blocks]
-        return LMState([block.sdm.init_state(batch) for block in self.blocks], tails)
+            tails = [self._empty_tail(batch) for _ in self._blocks()]
+        return LMState([block.sdm.init_state(batch) for block in self._blocks()], tails)
 
     def forward(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
         """Logits of the byte after each token, and the state after the last.
@@ -188,7 +190,7 @@ class LanguageModel(nn.Module):
         """
         x = self.embedding(tokens)
         memories, tails = [], []
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self._blocks()):
             tail = self._empty_tail(tokens.shape[0]) if state is None else state.tails[i]
             x, tail, memory = block(x, tail, None if state is None else state.memories[i])
             memories.append(memory)
@@ -199,6 +201,9 @@ class LanguageModel(nn.Module):
         for kept, tail in zip(state.tails, tails, strict=True):
             kept.copy_(tail)
         return logits, state
+
+    def _blocks(self) -> Iterable[Block]:
+        return cast(Iterable[Block], self.blocks)
 
     def _empty_tail(self, batch: int) -> Tensor:
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)

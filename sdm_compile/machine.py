@@ -8,19 +8,30 @@ from pathlib import Path
 import torch
 from torch._inductor import cpp_builder, exc
 
+from .ops.registry import NAMESPACE, OPS
+
 
 def pick_device(name: str | None = None) -> torch.device:
     """The device to run on: the CPU unless another is named.
 
     Raises:
-        ValueError: torch does not know the name, or the device is not there.
+        ValueError: torch does not know the name, the device is not there, or the ops have no kernels for it.
     """
     try:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError) as error:  # torch raises either where a device is not there
         raise ValueError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
+    if None in routes(device).values():
+        raise ValueError(f"cannot use device {name!r}: the ops have no kernels for it")
     return device
+
+
+def routes(device: torch.device) -> dict[str, str | None]:
+    """By which kernels each op runs on a device; None where it has none."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name: device.type if has_kernel(f"{NAMESPACE}::{name}", key) else None for name in OPS}
 
 
 def describe_device(device: torch.device) -> str:

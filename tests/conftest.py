@@ -7,6 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
+
+# Inductor's cache does not know what a fake kernel returns, so that it would serve stale code after a change to one.
+torch._inductor.config.fx_graph_cache = False
+torch._functorch.config.enable_autograd_cache = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

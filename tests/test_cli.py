@@ -65,7 +65,7 @@ def test_train_reports(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     start, end = map(float, SUMMARY.search(out).groups())
     assert abs(start - 8) < 0.3
     assert end < 5
-    assert re.search(r"decode against full forward: largest difference \d\.\de-\d\d, equal", out)
+    assert re.search(r"decode equals full forward: largest difference \d\.\de-0[5-9], 0 of \d+ bytes beyond 1e-03", out)
     assert "training: 100%" in err
 
 
@@ -77,9 +77,14 @@ def test_no_arguments_train(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_train_fails_where_decoding_differs(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "decode_differences", lambda model, forward, tokens: torch.full((4,), 0.01))
+    differences = torch.full((100,), 1e-6)
+    monkeypatch.setattr(cli, "decode_differences", lambda model, forward, tokens: differences)
+    differences[:5] = 0.01
+    assert main(settings(text, tmp_path / "run")) == 0
+    assert "decode equals full forward: largest difference 1.0e-02, 5 of 100" in capfd.readouterr().out
+    differences[:6] = 0.01
     assert main(settings(text, tmp_path / "run")) == 1
-    assert "NOT EQUAL" in capfd.readouterr().out
+    assert "decode DIFFERS FROM full forward" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("moment", ["forward", "optimizer", "evaluation"])
@@ -283,7 +288,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     out = capfd.readouterr().out
     assert f"torch          {torch.__version__}" in out
     assert out.count(" ok") == 4
-    assert re.search(r"sdm_write_read +cpu", out)
+    assert re.search(r"write_read_save +cpu\n", out)
     original = doctor.sdm_decode_step
     monkeypatch.setattr(doctor, "sdm_decode_step", lambda *args: original(*args) * 1.001)
     assert main(["doctor"]) == 1
@@ -291,14 +296,16 @@ def test_doctor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 
 
 def test_run_as_a_module() -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "sdm_compile", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    result = run("--help")
+    command = [sys.executable, "-m", "sdm_compile", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
-    assert re.search(r"train.*\n.*generate.*\n.*doctor", result.stdout)
-    assert run("fly").returncode == 2
+    assert re.search(r"train .*\n +generate .*\n +doctor .*", result.stdout)
+
+
+def test_unknown_command() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fly"])
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "doctor"])

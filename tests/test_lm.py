@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from sdm_compile import machine
 from sdm_compile.generation import TextStream, decode_differences, generate, sample
 from sdm_compile.lm import CausalConv, LanguageModel, LMConfig, LMState
 from sdm_compile.machine import pick_device
@@ -195,10 +196,10 @@ def test_batches_are_windows_that_depend_on_seed_and_step() -> None:
 def test_training_learns() -> None:
     trainer = Trainer(CONFIG, TrainConfig(steps=30, batch=4, length=32, lr=2e-2, warmup=3), CPU)
     corpus = Corpus.from_bytes(TEXT)
-    before = evaluate(trainer.model, trainer.model, corpus.validation, 4, 32)
+    before = evaluate(trainer.model, corpus.validation, 4, 32)
     for _ in range(30):
         trainer.train_step(trainer.model, corpus)
-    after = evaluate(trainer.model, trainer.model, corpus.validation, 4, 32)
+    after = evaluate(trainer.model, corpus.validation, 4, 32)
     assert abs(before - 8) < 0.2
     assert after < 4.5
 
@@ -207,10 +208,10 @@ def test_evaluation_equals_the_full_forward(model: LanguageModel) -> None:
     text = torch.randint(256, (42,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     logits, _ = model(text[None, :-1].long())
     bits = F.cross_entropy(logits[0].float(), text[1:].long()).item() / math.log(2)
-    assert evaluate(model, model, text, 1, 7) == pytest.approx(bits, rel=1e-6)  # a padded sixth segment
+    assert evaluate(model, text, 1, 7) == pytest.approx(bits, rel=1e-6)  # a padded sixth segment
     # Two streams of 21 predictions: the second begins anew at byte 21.
-    bits = (21 * evaluate(model, model, text[:22], 1, 7) + 20 * evaluate(model, model, text[21:], 1, 7)) / 41
-    assert evaluate(model, model, text, 2, 7) == pytest.approx(bits, rel=1e-6)
+    bits = (21 * evaluate(model, text[:22], 1, 7) + 20 * evaluate(model, text[21:], 1, 7)) / 41
+    assert evaluate(model, text, 2, 7) == pytest.approx(bits, rel=1e-6)
 
 
 def test_learning_rate() -> None:
@@ -316,8 +317,11 @@ def test_decode_differences(model: LanguageModel) -> None:
     assert differences[:15].max() < 1e-6 < 1e-3 < differences[15:].min()
 
 
-def test_devices() -> None:
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device() == CPU
     assert pick_device("cpu") == CPU
     with pytest.raises(ValueError, match="cannot use device 'nowhere'"):
         pick_device("nowhere")
+    monkeypatch.setattr(machine, "routes", lambda device: {"write_read": None})
+    with pytest.raises(ValueError, match="cannot use device 'cpu': the ops have no kernels for it"):
+        pick_device("cpu")

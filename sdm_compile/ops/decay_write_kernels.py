@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import eviction_hint
 from .layout import StepGroups
 
 
@@ -31,6 +32,7 @@ def _decay_write_kernel(
     BD: tl.constexpr,
     TABLE: tl.constexpr,
     FIRST: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """TABLE: the bank's address stands in p_table. FIRST: each group's first weight and token stand beside its ordinal,
     so that most rows need no second look-up before their delta."""
@@ -57,7 +59,7 @@ def _decay_write_kernel(
         token = entry // W
     m_row = used[:, None] & m_d[None, :]
     at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
-    row = tl.load(p_bank + at, mask=m_row, other=0.0).to(tl.float32)
+    row = tl.load(p_bank + at, mask=m_row, other=0.0, eviction_policy=EVICT).to(tl.float32)
     delta = tl.load(p_delta + (p * C + token)[:, None] * D + o_d[None, :], mask=m_row, other=0.0)
     row = row * decay[:, None] + weight[:, None] * delta
     longest = tl.max(tl.where(used, end - start, 0), axis=0)
@@ -68,7 +70,7 @@ def _decay_write_kernel(
         m_more = more[:, None] & m_d[None, :]
         delta = tl.load(p_delta + (p * C + entry // W)[:, None] * D + o_d[None, :], mask=m_more, other=0.0)
         row += weight[:, None] * delta
-    tl.store(p_bank + at, row.to(p_bank.dtype.element_ty), mask=m_row)
+    tl.store(p_bank + at, row.to(p_bank.dtype.element_ty), mask=m_row, eviction_policy=EVICT)
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,16 @@ class DecayWriteConfig:
     warps: int
 
     @staticmethod
-    def from_shapes(head_dim: int) -> DecayWriteConfig:
-        # Measured on an H200, us per step of 8,192 rows of 2 KB: 11.8 for one group of 1024 columns per one-warp
-        # program, 13 for more groups of fewer columns; at 64 columns 16 groups per program, 7.5 against 22 for two.
+    def from_shapes(chunk: int, head_dim: int) -> DecayWriteConfig:
+        # Measured on an H200, us per whole step with 1024 columns: one group per program, 25.1 with one warp and 25.4
+        # with two at a chunk of 64, 508 and 500 at 256; 27 and 589 with four groups of 256 columns. With 64 columns: 32
+        # groups and four warps 17.2, 16 and two 17.4, 16 and one 19.5.
         columns = min(1024, triton.next_power_of_2(head_dim))
         if head_dim % columns and head_dim > 256:
             columns = 256
-        return DecayWriteConfig(groups=max(1, 1024 // columns), columns=columns, warps=1)
+        if columns <= 128:
+            return DecayWriteConfig(groups=2048 // columns, columns=columns, warps=4)
+        return DecayWriteConfig(groups=1024 // columns, columns=columns, warps=1 if chunk <= 64 else 2)
 
 
 def launch_decay_write(
@@ -103,7 +108,7 @@ def launch_decay_write(
     num_slots, width = bank.shape
     if not streams:
         return
-    config = DecayWriteConfig.from_shapes(width)
+    config = DecayWriteConfig.from_shapes(chunk, width)
     first_weight, first_token = first or (groups.write_w, groups.order)
     grid = (triton.cdiv(width, config.columns), triton.cdiv(chunk * writes, config.groups), streams)
     _decay_write_kernel[grid](
@@ -115,6 +120,7 @@ def launch_decay_write(
         BD=config.columns,
         TABLE=table is not None,
         FIRST=first is not None,
+        EVICT=eviction_hint(bank, streams * chunk * writes * 2),
         num_warps=config.warps,
         enable_fp_fusion=True,
     )

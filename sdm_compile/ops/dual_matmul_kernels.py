@@ -77,7 +77,7 @@ class DualMatmulConfig:
         # with 64; at a chunk of 256 and 8 x 1024: 33, 28 and 34.
         return DualMatmulConfig(
             rows=block,
-            columns=min(32, max(16, triton.next_power_of_2(head_dim))),
+            columns=16 if chunk <= 64 else min(32, max(16, triton.next_power_of_2(head_dim))),
             inner=block,
             precision="tf32" if dtype == torch.bfloat16 else _float32_precision(),
         )

@@ -41,6 +41,15 @@ class StepLoop(Protocol):
         """Launches what must run after the steps."""
 
 
+def eviction_hint(bank: Tensor, rows: int) -> str:
+    """The hint for bank rows that are not needed again soon, in a launch that moves so many.
+
+    Measured on an H200, us per step with the hint on read rows and on the write: 23.9 against 25.1 where the gather
+    moves 34 MB; 520 against 507 where it moves 1 GB, which no order of eviction keeps in a cache of 60 MB.
+    """
+    return "evict_first" if rows * bank.shape[1] * bank.element_size() <= 128 * 2**20 else ""
+
+
 @triton.jit
 def _write_table_kernel(p_table, address):  # type: ignore[no-untyped-def]
     tl.store(p_table, address)

@@ -306,7 +306,7 @@ class Phase1Config:
         scan = min(entries, 1024) if entries <= 4096 else 4096
         return Phase1Config(
             tile=min(entries, 512),
-            ways=4,
+            ways=8,
             scan=scan,
             scan_warps=4 if scan <= 1024 else 8,
             rows_w=_rows(writes, chunk),

@@ -70,17 +70,23 @@ def _stage_token_kernel(
     ids = tl.load(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, mask=o_w < w_here, other=-1).to(tl.int64)
     ids = tl.where((ids < 0) | (ids >= num_slots), -1, ids).to(tl.int32)
     held = ids >= 0
-    # The first write of the same slot, and the sum of its weights, over blocks of BX writes.
-    first = tl.full([BW], W, tl.int32)
-    weight = tl.zeros([BW], tl.float32)
-    for x in tl.static_range(0, W, BX):
-        o_x = x + tl.arange(0, BX)
-        m_x = o_x < w_here
-        ids_x = tl.load(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, mask=m_x, other=-1).to(tl.int64)
-        val_x = tl.load(p_k_val + p * s_vp + t * s_vt + o_x * s_vw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
-        same = held[:, None] & (ids_x.to(tl.int32)[None, :] == ids[:, None]) & (ids_x >= 0)[None, :]
-        first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
-        weight += tl.sum(tl.where(same, val_x[None, :], 0.0), axis=1)
+    val = tl.load(p_k_val + p * s_vp + t * s_vt + o_w * s_vw, mask=(o_w < w_here) & held, other=0.0)
+    weight = val.to(dtype).to(tl.float32)
+    first = o_w
+    after = tl.load(p_k_idx + p * s_kp + t * s_kt + (o_w + 1) * s_kw, mask=o_w + 1 < w_here, other=num_slots)
+    if tl.min(tl.where(ids < after, 1, tl.where(o_w < w_here, 0, 1)), axis=0) == 0:
+        # Not in ascending order, as a top-k gives them, so slots may repeat: the first write of the same slot, and the
+        # sum of its weights, over blocks of BX writes.
+        first = tl.full([BW], W, tl.int32)
+        weight = tl.zeros([BW], tl.float32)
+        for x in tl.static_range(0, W, BX):
+            o_x = x + tl.arange(0, BX)
+            m_x = o_x < w_here
+            ids_x = tl.load(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, mask=m_x, other=-1).to(tl.int64)
+            val_x = tl.load(p_k_val + p * s_vp + t * s_vt + o_x * s_vw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
+            same = held[:, None] & (ids_x.to(tl.int32)[None, :] == ids[:, None]) & (ids_x >= 0)[None, :]
+            first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
+            weight += tl.sum(tl.where(same, val_x[None, :], 0.0), axis=1)
     kept = held & (first == o_w)
     tl.store(p_k_idx_out + row * W + o_w, tl.where(kept, ids, -1), mask=m_w)
     tl.store(p_k_val_out + row * W + o_w, tl.where(kept, weight, 0.0).to(dtype), mask=m_w)

@@ -8,9 +8,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import eviction_hint
+
 
 @triton.jit
-def _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, N: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+def _row_sum(
+    p_bank,
+    p_idx,
+    p_weight,
+    o_d,
+    m_d,
+    num_slots,
+    D,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    EVICT: tl.constexpr,
+):
     """sum over N rows of weight times bank[idx], BN rows at a time."""
     total = tl.zeros([BD], tl.float32)
     for n in tl.static_range(0, N, BN):
@@ -20,8 +34,8 @@ def _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, N: tl.constexpr, B
         m_n &= (idx >= 0) & (idx < num_slots)
         weight = tl.load(p_weight + o_n, mask=m_n, other=0.0)
         at = idx.to(tl.int64)[:, None] * D + o_d[None, :]
-        rows = tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-        total += tl.sum(rows * weight[:, None], axis=0)
+        rows = tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0, eviction_policy=EVICT)
+        total += tl.sum(rows.to(tl.float32) * weight[:, None], axis=0)
     return total
 
 
@@ -46,6 +60,7 @@ def _token_gather_kernel(
     BD: tl.constexpr,
     TABLE: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """TABLE: the bank's address stands in p_table. RESIDUAL: store u = beta (v - retrieved) instead of retrieved."""
     if TABLE:
@@ -54,13 +69,16 @@ def _token_gather_kernel(
     token = tl.program_id(1).to(tl.int64)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    retrieved = _row_sum(p_bank, p_k_idx + token * W, p_k_eff + token * W, o_d, m_d, num_slots, D, W, BW, BD)
+    # The rows to be written come last, so that the write finds them in the cache.
+    p_idx, p_weight = p_q_idx + token * R, p_q_w + token * R
+    inter = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, R, BR, BD, EVICT)
+    tl.store(p_inter + token * D + o_d, inter, mask=m_d)
+    p_idx, p_weight = p_k_idx + token * W, p_k_eff + token * W
+    retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "")
     if RESIDUAL:
         v = tl.load(p_v + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         retrieved = tl.load(p_beta + token) * (v - retrieved)
     tl.store(p_retrieved + token * D + o_d, retrieved, mask=m_d)
-    inter = _row_sum(p_bank, p_q_idx + token * R, p_q_w + token * R, o_d, m_d, num_slots, D, R, BR, BD)
-    tl.store(p_inter + token * D + o_d, inter, mask=m_d)
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,7 @@ def launch_token_gather(
         BD=config.columns,
         TABLE=table is not None,
         RESIDUAL=residual is not None,
+        EVICT=eviction_hint(bank, streams * chunk * (writes + reads)),
         num_warps=config.warps,
         enable_fp_fusion=True,
     )

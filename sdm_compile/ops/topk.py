@@ -101,6 +101,17 @@ def _topk_fwd_cpu(scores: Tensor, factors: Sequence[int], k: int) -> tuple[Tenso
     return values, indices
 
 
+def _topk_fwd_cuda(scores: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    from .topk_kernels import launch_topk
+
+    _check_topk(scores, factors, k)
+    values, indices = _empty_topk_outputs(scores, k)
+    launch_topk(
+        scores.reshape(-1, sum(factors)).contiguous(), factors, k, values.view(-1, k), indices.view(-1, k)
+    )
+    return values, indices
+
+
 def _fold(scores: Tensor, factors: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
     """The k best slots of rows [n, sum(factors)]: their scores and ids [n, k], by ascending id."""
     first, *others = scores.split(list(factors), dim=-1)
@@ -162,6 +173,18 @@ def _topk_bwd_cpu(dvalues: Tensor, indices: Tensor, factors: Sequence[int]) -> T
     return dscores.copy_(sums.view(dscores.shape))
 
 
+def _topk_bwd_cuda(dvalues: Tensor, indices: Tensor, factors: Sequence[int]) -> Tensor:
+    from .topk_kernels import launch_topk_bwd
+
+    _check_topk_bwd(dvalues, indices, factors)
+    dscores = _empty_topk_bwd_outputs(dvalues, factors)
+    k, width = dvalues.shape[-1], sum(factors)
+    launch_topk_bwd(
+        dvalues.reshape(-1, k).contiguous(), indices.reshape(-1, k).contiguous(), factors, dscores.view(-1, width)
+    )
+    return dscores
+
+
 def _topk_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int], int], output: tuple[Tensor, Tensor]) -> None:
     _, ctx.factors, _ = inputs
     _, indices = output
@@ -180,6 +203,7 @@ def _topk_backward(ctx: Any, dvalues: Tensor | None, _: None) -> tuple[Tensor | 
 _topk = register(
     "product_key_topk(Tensor scores, int[] factors, int k) -> (Tensor values, Tensor indices)",
     cpu=_topk_fwd_cpu,
+    cuda=_topk_fwd_cuda,
     fake=_topk_fwd_fake,
     setup_context=_topk_setup_context,
     backward=_topk_backward,
@@ -187,6 +211,7 @@ _topk = register(
 _topk_bwd = register(
     "product_key_topk_bwd(Tensor dvalues, Tensor indices, int[] factors) -> Tensor dscores",
     cpu=_topk_bwd_cpu,
+    cuda=_topk_bwd_cuda,
     fake=_topk_bwd_fake,
 )
 

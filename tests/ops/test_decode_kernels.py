@@ -203,6 +203,16 @@ def test_many_repeats_are_merged_and_counted_once_per_stream() -> None:
     assert_close(step(inputs, config), expected)
 
 
+@in_the_interpreter
+def test_the_gate_of_a_repeat_reaches_nothing() -> None:
+    inputs = one_token(replace(RAGGED, write_gates=True).make(F32))
+    inputs.k_idx[:, 2] = inputs.k_idx[:, 0]
+    expected = step(inputs)
+    assert expected[2] == 2
+    inputs.g[:, 2] = NAN
+    assert_same_bits(step(inputs), expected)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("bank, ids, gates", [("bf16", "i64", False), ("fp32", "i32", True)])

@@ -513,14 +513,14 @@ def test_in_place_advances_the_bank_and_its_version() -> None:
 
 
 def test_in_place_counts_as_a_change_of_the_bank() -> None:
-    """Autograd notices that a bank which a backward needs has moved on, whatever the ids, which it cannot know."""
+    """Autograd notices that a bank which a backward needs has moved on; also where there was nothing to write."""
     inputs = RAGGED.make(F32).requiring_grad("v")
     readings, final = sdm_write_read(*inputs)
     with torch.no_grad():
         sdm_write_read_(final, *inputs[1:])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         readings.sum().backward()
-    nothing = replace(RAGGED, no_slot=1.0).make(F32)
+    nothing = replace(RAGGED, tokens=0).make(F32)
     sdm_write_read_(*nothing)
     assert nothing.memory._version > 0
 
