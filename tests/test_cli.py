@@ -274,6 +274,18 @@ def test_without_a_compiler(
     assert re.search(r"torch.compile +not available: no C\+\+ compiler was found", capfd.readouterr().out)
 
 
+def test_compiles_whole_where_asked(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: (calls.append(options), model)[1])
+    monkeypatch.setattr(cli, "why_not_compile", lambda: None)
+    train = settings(text, tmp_path / "run")
+    generate = ["generate", "--checkpoint", str(tmp_path / "run" / cli.CHECKPOINT), "--max-tokens", "2"]
+    assert [main(train), main(generate), len(calls)] == [0, 0, 0]
+    train.remove("--no-compile")
+    assert [main(train), main([*generate, "--compile"]), len(calls)] == [0, 0, 2]
+    assert all(options["fullgraph"] for options in calls)
+
+
 def test_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine.cpp_builder, "get_cpp_compiler", lambda: "c++")
     (tmp_path / "Python.h").touch()

@@ -197,8 +197,9 @@ def test_training_learns() -> None:
     trainer = Trainer(CONFIG, TrainConfig(steps=30, batch=4, length=32, lr=2e-2, warmup=3), CPU)
     corpus = Corpus.from_bytes(TEXT)
     before = evaluate(trainer.model, corpus.validation, 4, 32)
-    for _ in range(30):
+    for step in range(30):
         trainer.train_step(trainer.model, corpus)
+        assert {group["lr"] for group in trainer.optimizer.param_groups} == {trainer.config.learning_rate(step)}
     after = evaluate(trainer.model, corpus.validation, 4, 32)
     assert abs(before - 8) < 0.2
     assert after < 4.5
@@ -301,6 +302,7 @@ def test_text_stream() -> None:
     assert pieces("aaab", "aab") == ["", "", "a", "", ""]
     assert pieces("xaa", "aab") == ["x", "", "", "aa"]  # held back, then shown at the end
     assert pieces("one. two; three", "; ", ". ") == ["o", "n", "e", *[""] * 13]
+    assert pieces("xab", "b", "ab") == ["x", "", "", ""]  # both end here; the longer begins first
     assert "".join(pieces("plain", "")) == "plain"
 
 

@@ -1,15 +1,18 @@
-"""How a step loop reaches the device in an eager call: captured once per signature, replayed for every call.
+"""How step loops reach the device: captured once per signature and replayed for every eager call.
 
 A captured loop keeps its working memory, and takes the one address that differs between calls, the bank's, from a small
 table on the device, which a one-thread kernel writes just before the replay. Loops are kept per device and stream: two
 streams never share working memory. SPEC section 5.
+
+What comes before and after a loop's steps (staging, Phase 1, the solve; the readings) does not touch the bank, so it
+runs on a second stream, under the steps of the neighbouring loops.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,42 +58,99 @@ def _write_table_kernel(p_table, address):  # type: ignore[no-untyped-def]
     tl.store(p_table, address)
 
 
+class _Runner(Protocol):
+    """One loop's working memory, and a way to run its steps on the current stream."""
+
+    memory: Any
+
+    def run(self, loop: StepLoop, bank: Tensor) -> None: ...
+
+
+@dataclass
+class _Plain:
+    """Launches one by one, on working memory of one call alone: what an outer capture records."""
+
+    memory: Any
+
+    def run(self, loop: StepLoop, bank: Tensor) -> None:
+        loop.steps(self.memory, None)
+
+
 @dataclass
 class _Captured:
     memory: Any
     table: Tensor  # [1] int64 on the device
     graph: torch.cuda.CUDAGraph
-    done: torch.cuda.Event  # after the latest replay
+    done: torch.cuda.Event  # after the latest call that used it
+
+    def run(self, loop: StepLoop, bank: Tensor) -> None:
+        _write_table_kernel[(1,)](self.table, bank.data_ptr(), num_warps=1)
+        self.graph.replay()
 
 
 _lock = threading.Lock()
 _captured: OrderedDict[Hashable, _Captured] = OrderedDict()
 _retired: list[_Captured] = []
+_sides: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
-def run_plainly(loop: StepLoop) -> None:
-    """The same launches one by one, on working memory of this call alone: what an outer capture records."""
-    memory = loop.make_memory()
-    loop.before(memory)
-    loop.steps(memory, None)
-    loop.after(memory)
+def run_plainly(loops: Sequence[StepLoop], bank: Tensor) -> None:
+    """Runs the loops one after the other by plain launches on the current stream."""
+    memories: dict[Hashable, Any] = {}
+
+    def runner(loop: StepLoop, buffer: int) -> _Plain:
+        key = (loop.signature, buffer)
+        if key not in memories:
+            memories[key] = loop.make_memory()
+        return _Plain(memories[key])
+
+    _run_overlapped(loops, bank, runner, torch.cuda.Stream(bank.device))
 
 
-def replay(loop: StepLoop, bank: Tensor) -> None:
-    """Runs `loop` on the current stream, its steps as one replay; the first call of a signature captures them."""
+def replay(loops: Sequence[StepLoop], bank: Tensor) -> None:
+    """Runs the loops one after the other on the current stream, each as one replay; captures what is not yet there."""
     stream = torch.cuda.current_stream(bank.device)
-    key = (loop.signature, bank.device.index, stream.cuda_stream)
-    with _lock:
+    where = (bank.get_device(), stream.cuda_stream)
+    used = []
+
+    def runner(loop: StepLoop, buffer: int) -> _Captured:
+        key = (loop.signature, buffer, *where)
         captured = _captured.get(key)
         if captured is None:
             captured = _captured[key] = _capture(loop, bank.device)
-            _retire(len(_captured) - MAX_LOOPS)
         _captured.move_to_end(key)
-        loop.before(captured.memory)
-        _write_table_kernel[(1,)](captured.table, bank.data_ptr(), num_warps=1)
-        captured.graph.replay()
-        loop.after(captured.memory)
-        captured.done.record(stream)
+        used.append(captured)
+        return captured
+
+    with _lock:
+        if where not in _sides:
+            _sides[where] = torch.cuda.Stream(bank.device)
+        _run_overlapped(loops, bank, runner, _sides[where])
+        for captured in used:
+            captured.done.record(stream)
+        _retire(len(_captured) - MAX_LOOPS)
+
+
+def _run_overlapped(
+    loops: Sequence[StepLoop], bank: Tensor, runner_of: Callable[[StepLoop, int], _Runner], side: torch.cuda.Stream
+) -> None:
+    """The order of things on the current stream (the steps) and on `side` (all else), with two working memories."""
+    main = torch.cuda.current_stream(bank.device)
+    runners = [runner_of(loop, k % 2) for k, loop in enumerate(loops)]
+    side.wait_stream(main)
+    steps_done: torch.cuda.Event | None = None
+    for k, (loop, runner) in enumerate(zip(loops, runners, strict=True)):
+        with torch.cuda.stream(side):
+            loop.before(runner.memory)
+            ready = side.record_event()
+            if steps_done is not None:
+                side.wait_event(steps_done)
+                loops[k - 1].after(runners[k - 1].memory)
+        main.wait_event(ready)
+        runner.run(loop, bank)
+        steps_done = main.record_event()
+    main.wait_stream(side)
+    loops[-1].after(runners[-1].memory)
 
 
 def _capture(loop: StepLoop, device: torch.device) -> _Captured:

@@ -106,9 +106,7 @@ def _topk_fwd_cuda(scores: Tensor, factors: Sequence[int], k: int) -> tuple[Tens
 
     _check_topk(scores, factors, k)
     values, indices = _empty_topk_outputs(scores, k)
-    launch_topk(
-        scores.reshape(-1, sum(factors)).contiguous(), factors, k, values.view(-1, k), indices.view(-1, k)
-    )
+    launch_topk(scores.reshape(-1, sum(factors)).contiguous(), factors, k, values.view(-1, k), indices.view(-1, k))
     return values, indices
 
 

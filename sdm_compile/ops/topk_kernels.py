@@ -4,7 +4,9 @@ Best means smallest here: kernels work on losses, negated scores, so that every 
 networks over keys without ties. A fold (`_fold_kernel`) of a list of prefixes and the columns of a factor
 
 1. ranks both: a key is a loss and a column, and the best K of each list are kept;
-2. adds up the pairs of ranks that can be among the k best, and sorts their losses: the k-th is the last to be kept;
+2. adds up the pairs of ranks (i, j) that can be among the k best, and sorts their losses: the k-th is the last to be
+   kept. Losses ascend along the rows and columns of the table of pairs, so a hook of it, row h from (h, h) on and
+   column h below that, needs but a merge;
 3. keeps what is better, and of the pairs as good as the last one those with the smallest slots;
 4. sorts the kept slots and reads their scores again.
 
@@ -246,7 +248,7 @@ def _valid(pair, k: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr):
 def _candidates(
     p_lists, p_prefix, p_factor, pairs, N1: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr
 ):
-    """Losses, and slots as numbers in this fold, of spread pairs; NaN where there is no pair. Pointers: [1, ROWS, 1]."""
+    """Losses, NaN where there is no pair, and slots, numbered within this fold. The pointers are [1, ROWS, 1]."""
     m_c = pairs >= 0
     i = tl.load(p_lists + (pairs >> 8), mask=m_c, other=0).to(tl.int32)
     j = tl.load(p_lists + K + (pairs & 255), mask=m_c, other=0).to(tl.int32)
@@ -382,7 +384,7 @@ def _fold_kernel(
             loss += (some,)
             slot += (slots,)
             keys += (_to_rows(tl.where(some == some, some, _INF)),)
-        # Along a hook and across it losses ascend, if an undefined sum counts as infinite.
+        # Rows and columns of pairs ascend even with infinities of both signs, as NaN counts as infinite here.
         best = _smallest(keys[0], K, False, log_k + 1)
         best = tl.minimum(best, _smallest(keys[1], K, True, log_k))
         if OTHERS:
@@ -484,7 +486,7 @@ def _topk_bwd_kernel(
 
 @dataclass(frozen=True)
 class FoldConfig:
-    """How one fold, or the ranking of a single factor, is launched: what is sorted together, and by how many programs."""
+    """How one fold, or the ranking of a single factor, is launched."""
 
     k: int  # of the ranks and places, a power of two
     hooks: int  # hooks after the first that are sorted as such

@@ -25,8 +25,12 @@ from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
 from .token_gather_kernels import launch_token_gather
 
-SLAB_BYTES = 80 * 2**20  # working memory that a slab may take
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
+
+
+def working_bytes(bank: Tensor, streams: int) -> int:
+    """Working memory that a call may take, for two slabs: more where the bank or the batch is larger, never with T."""
+    return max(64 * 2**20, bank.numel() * bank.element_size() * 7 // 10, streams * 4 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -143,38 +147,38 @@ class _SlabLoop:
 
 def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> None:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing."""
-    streams, _, writes = inputs[0].shape
-    each = step_bytes(chunk_size, writes, inputs[5].shape[2], bank.shape[1], bank.element_size())
-    group = max(1, min(streams, SLAB_BYTES // each))
-    for p in range(0, streams, group):
-        part = tuple(x[p : p + group] for x in inputs)
-        _write_read_streams(bank, part, chunk_size, readings[p : p + group])
-
-
-def _write_read_streams(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> None:
     streams, tokens, writes = inputs[0].shape
-    reads, gates, (num_slots, width) = inputs[5].shape[2], inputs[4].shape[2], bank.shape
-    each = streams * step_bytes(chunk_size, writes, reads, width, bank.element_size())
-    most = _power_below(max(1, min(SLAB_STEPS, SLAB_BYTES // each)))
+    if not streams or not tokens:
+        return
+    each = step_bytes(chunk_size, writes, inputs[5].shape[2], bank.shape[1], bank.element_size())
+    limit = working_bytes(bank, streams) // 2
+    group = max(1, min(streams, limit // each))
     # A bank at an odd address would need kernels of its own in every captured loop.
     plain = current_situation(bank.device) is Situation.CAPTURING or bank.data_ptr() % 16 != 0
+    for p in range(0, streams, group):
+        part = tuple(x[p : p + group] for x in inputs)
+        most = max(1, min(SLAB_STEPS, limit // (each * part[0].shape[0])))
+        loops = _slab_loops(bank, part, chunk_size, readings[p : p + group], most)
+        if plain:
+            run_plainly(loops, bank)
+        else:
+            replay(loops, bank)
+
+
+def _slab_loops(
+    bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor, most: int
+) -> list[_SlabLoop]:
+    """The slabs of a call, of `most` steps; a short rest is padded to a half, a quarter and so on of that."""
+    streams, tokens, writes = inputs[0].shape
+    reads, gates, (num_slots, width) = inputs[5].shape[2], inputs[4].shape[2], bank.shape
     precision = torch.get_float32_matmul_precision()
-    first, left = 0, num_steps(tokens, chunk_size)
+    loops, first, left = [], 0, num_steps(tokens, chunk_size)
     while left > 0:
         steps = most
-        while steps // 2 >= left:  # the rest of a sequence runs padded to a power of two
+        while steps // 2 >= left:
             steps //= 2
-        shape = Shape(
-            *(steps, streams, chunk_size, writes, reads, gates, width, num_slots, bank.dtype, precision)
-        )
-        loop = _SlabLoop(bank, inputs, readings, shape, first * chunk_size)
-        if plain:
-            run_plainly(loop)
-        else:
-            replay(loop, bank)
+        shape = Shape(steps, streams, chunk_size, writes, reads, gates, width, num_slots, bank.dtype, precision)
+        loops.append(_SlabLoop(bank, inputs, readings, shape, first * chunk_size))
         first += steps
         left -= steps
-
-
-def _power_below(n: int) -> int:
-    return 1 << (n.bit_length() - 1)
+    return loops
