@@ -31,8 +31,8 @@ SAMPLE_PROMPT = "The "
 
 CHECKED_TOKENS = 256  # of the validation text, for decode against full forward
 DECODE_TOLERANCE = 1e-3  # of log-probabilities; rounding alone gives 1e-5
-# Where two slots score the same to within rounding, the two ways may take different ones, and the byte's difference is one
-# of contents, not of rounding. That is rare; a wrong decode shows in nearly every byte.
+# Share of the bytes that may be beyond it: where two slots score the same to within rounding, the two ways may take
+# different ones, whose contents differ. That is rare; a wrong decode shows in nearly every byte.
 NEAR_TIES = 0.05
 
 # Every setting of a run is an option of `train`, named like its field; this is what --help says of each.

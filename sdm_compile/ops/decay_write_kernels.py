@@ -33,9 +33,11 @@ def _decay_write_kernel(
     TABLE: tl.constexpr,
     FIRST: tl.constexpr,
     EVICT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """TABLE: the bank's address stands in p_table. FIRST: each group's first weight and token stand beside its ordinal,
-    so that most rows need no second look-up before their delta."""
+    so that most rows need no second look-up before their delta. EARLY: the kernel is launched before the dual matmul
+    has ended, and waits for it only when it needs the delta."""
     if TABLE:
         p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
         p_bank = tl.multiple_of(p_bank, 16)
@@ -60,6 +62,8 @@ def _decay_write_kernel(
     m_row = used[:, None] & m_d[None, :]
     at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
     row = tl.load(p_bank + at, mask=m_row, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     delta = tl.load(p_delta + (p * C + token)[:, None] * D + o_d[None, :], mask=m_row, other=0.0)
     row = row * decay[:, None] + weight[:, None] * delta
     longest = tl.max(tl.where(used, end - start, 0), axis=0)
@@ -92,17 +96,25 @@ class DecayWriteConfig:
         return DecayWriteConfig(groups=1024 // columns, columns=columns, warps=1 if chunk <= 64 else 2)
 
 
+def write_warps(streams: int, chunk: int, writes: int, head_dim: int) -> int:
+    """Warps that one step's write launches."""
+    config = DecayWriteConfig.from_shapes(chunk, head_dim)
+    programs = triton.cdiv(head_dim, config.columns) * triton.cdiv(chunk * writes, config.groups) * streams
+    return programs * config.warps
+
+
 def launch_decay_write(
     bank: Tensor,
     table: Tensor | None,
     delta: Tensor,
     groups: StepGroups,
     first: tuple[Tensor, Tensor] | None,
+    early: bool = False,
 ) -> None:
     """One step, in place on a contiguous bank, from contiguous [P, *] inputs.
 
     `first`: (weight, token) of each group's first write [P, E]. With a `table` the kernel takes the bank's address from
-    its first entry, and from `bank` the dtype and shape alone.
+    its first entry, and from `bank` the dtype and shape alone. `early`: see the kernel.
     """
     streams, chunk, writes = groups.write_w.shape
     num_slots, width = bank.shape
@@ -121,6 +133,8 @@ def launch_decay_write(
         TABLE=table is not None,
         FIRST=first is not None,
         EVICT=eviction_hint(bank, streams * chunk * writes * 2),
+        EARLY=early,
         num_warps=config.warps,
         enable_fp_fusion=True,
+        launch_pdl=early,
     )

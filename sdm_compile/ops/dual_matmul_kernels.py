@@ -30,12 +30,17 @@ def _lower_matmul_kernel(
     PLUS: tl.constexpr,
     UNSTAGE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out = X u (+ plus), X lower triangular, one tile of one chunk per program.
 
     RESIDUAL: p_u holds the retrieved rows, u = beta (v - retrieved). PLUS: add p_plus. UNSTAGE: out is [P, T, D], and
-    the chunks begin at token `first_token`; otherwise out has the chunks' own layout.
+    the chunks begin at token `first_token`; otherwise out has the chunks' own layout. EARLY: the kernel is launched
+    before the one in front of it has ended, and lets the next one start at once; both wait before they read its output.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(2).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
     o_m = block * BM + tl.arange(0, BM)
@@ -71,13 +76,14 @@ class DualMatmulConfig:
     precision: str
 
     @staticmethod
-    def from_shapes(chunk: int, head_dim: int, dtype: torch.dtype) -> DualMatmulConfig:
+    def from_shapes(chunk: int, head_dim: int, dtype: torch.dtype, many: bool) -> DualMatmulConfig:
+        """`many`: the readings of many steps, where wide tiles pay; else one step's deltas, where programs are few."""
         block = min(64, max(16, triton.next_power_of_2(chunk)))
         # Measured on an H200, us per step at a chunk of 64 and 2 x 1024 columns: 2.2 with 16 columns, 2.3 with 32, 2.9
         # with 64; at a chunk of 256 and 8 x 1024: 33, 28 and 34.
         return DualMatmulConfig(
             rows=block,
-            columns=16 if chunk <= 64 else min(32, max(16, triton.next_power_of_2(head_dim))),
+            columns=min(64 if many else 16 if chunk <= 64 else 32, max(16, triton.next_power_of_2(head_dim))),
             inner=block,
             precision="tf32" if dtype == torch.bfloat16 else _float32_precision(),
         )
@@ -95,16 +101,17 @@ def launch_lower_matmul(
     residual: tuple[Tensor, Tensor] | None = None,
     plus: Tensor | None = None,
     unstage: tuple[int, int] | None = None,
+    early: bool = False,
 ) -> None:
     """out = X u (+ plus) for contiguous X [N, C, C] and u [N, C, D] of a bank of `dtype`.
 
     With `residual` = (v, beta) `u` holds retrieved rows. With `unstage` = (first token, streams) out is [P, T, D], and
-    the chunks are those of the tokens from the first on, step after step.
+    the chunks are those of the tokens from the first on, step after step. `early`: see the kernel.
     """
     chunks, chunk, width = u.shape
     if not chunks:
         return
-    config = DualMatmulConfig.from_shapes(chunk, width, dtype)
+    config = DualMatmulConfig.from_shapes(chunk, width, dtype, many=plus is not None)
     v, beta = residual or (u, u)
     first_token, streams = unstage or (0, 1)
     _lower_matmul_kernel[(triton.cdiv(width, config.columns), triton.cdiv(chunk, config.rows), chunks)](
@@ -117,6 +124,8 @@ def launch_lower_matmul(
         PLUS=plus is not None,
         UNSTAGE=unstage is not None,
         PRECISION=config.precision,
+        EARLY=early,
         num_warps=4,
         enable_fp_fusion=True,
+        launch_pdl=early,
     )

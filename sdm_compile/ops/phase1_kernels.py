@@ -70,13 +70,12 @@ def _merge_kernel(
     own = o_e // run
     first = own // WAYS * WAYS
     # Entries without a slot share one key: they keep their order, being placed behind the equal ones of earlier runs.
-    place = first * run + o_e % run
-    for way in tl.static_range(WAYS):
-        low = tl.minimum((first + way) * run, entries)
-        high = tl.where(first + way == own, low, tl.minimum(low + run, entries))
-        found = _first_at_least(p_keys + chunk * entries, low, high, key, STEPS)
-        behind = (key == NO_ENTRY) & (first + way < own)
-        place += tl.where(behind, high - low, found - low)
+    other = first[:, None] + tl.arange(0, WAYS)[None, :]
+    low = tl.minimum(other * run, entries)
+    high = tl.where(other == own[:, None], low, tl.minimum(low + run, entries))
+    found = _first_at_least(p_keys + chunk * entries, low, high, key[:, None], STEPS)
+    behind = (key == NO_ENTRY)[:, None] & (other < own[:, None])
+    place = first * run + o_e % run + tl.sum(tl.where(behind, high, found) - low, axis=1)
     tl.store(p_merged + chunk * entries + place, key, mask=m_e)
     if LAST:
         held = m_e & (key != NO_ENTRY)
@@ -292,6 +291,7 @@ class Phase1Config:
 
     tile: int  # entries sorted by one program
     ways: int  # runs merged per pass
+    merge: int  # entries per program of a merge, which search all runs at once
     scan: int  # entries scanned at once by the groups kernel
     scan_warps: int
     rows_w: int  # tokens per program of the pairs kernel, for writes and for reads
@@ -300,13 +300,15 @@ class Phase1Config:
     @staticmethod
     def from_shapes(chunk: int, writes: int, reads: int) -> Phase1Config:
         entries = triton.next_power_of_2(chunk * writes)
-        # Measured on an H200, ms per call of 4.2 million entries: sorting tiles of 512 with two warps 0.125, of 1024
-        # with four 0.24, of 2048 with eight 0.39. Scans of 1024 with four warps beat wider ones up to 4096 entries
-        # (0.080 against 0.115), and lose beyond (0.196 against 0.115 at 32,768).
-        scan = min(entries, 1024) if entries <= 4096 else 4096
+        # Measured on an H200, ms per whole call at 4096 and 32,768 entries a chunk: tiles of 1024 merged four at a time
+        # 13.73 and 11.76, of 512 eight at a time 13.85 and 11.93. Scans of 1024 with four warps win where chunks fill
+        # the device (0.080 against 0.115 at 4096 entries), and lose where they are long (0.196 against 0.115 at 32,768)
+        # or few, as in a slab.
+        scan = min(entries, 4096)
         return Phase1Config(
-            tile=min(entries, 512),
-            ways=8,
+            tile=min(entries, 1024),
+            ways=4,
+            merge=min(entries, 128),
             scan=scan,
             scan_warps=4 if scan <= 1024 else 8,
             rows_w=_rows(writes, chunk),
@@ -352,20 +354,20 @@ def launch_phase1(
         return
     config = Phase1Config.from_shapes(chunk, writes, reads)
     _sort_kernel[(triton.cdiv(entries, config.tile), chunks)](
-        k_idx, scratch.keys, entries, TILE=config.tile, num_warps=2, enable_fp_fusion=True
+        k_idx, scratch.keys, entries, TILE=config.tile, num_warps=4, enable_fp_fusion=True
     )
     keys, merged, run = scratch.keys, scratch.merged, config.tile
     while True:
         ways = min(config.ways, triton.next_power_of_2(triton.cdiv(entries, run)))
         last = run * ways >= entries
-        _merge_kernel[(triton.cdiv(entries, config.tile), chunks)](
+        _merge_kernel[(triton.cdiv(entries, config.merge), chunks)](
             *(keys, merged, k_val, g, scratch.weight, scratch.gate, entries, run),
             W=writes,
             GATES=gates,
             WAYS=ways,
             STEPS=run.bit_length(),
             LAST=last,
-            B=config.tile,
+            B=config.merge,
             num_warps=4,
             enable_fp_fusion=True,
         )

@@ -180,11 +180,14 @@ def _rank(
     """
     INNER: tl.constexpr = min(N, 8 * (32 // min(o_row.shape[0], 32)))
     o_n = tl.arange(0, N // INNER)[None, :, None] * INNER + tl.arange(0, INNER)[None, None, :]
-    best = _rank_tile(p_x, o_row, o_n, widths, N, K, PACKED, FULL, False)
-    for start in range(N, WIDTH, N):
-        tile = _rank_tile(p_x, o_row, start + o_n, widths, N, K, PACKED, FULL, True)
-        best = _smallest(tl.minimum(best, tile), min(K, N), False, _log2(min(K, N)))
-    return best
+    if WIDTH <= N:
+        return _rank_tile(p_x, o_row, o_n, widths, N, K, PACKED, FULL, False)
+    else:
+        best = tl.full([o_row.shape[0], K], _INF if PACKED else _MAX_INT64, tl.float32 if PACKED else tl.int64)
+        for start in range(0, WIDTH, N):
+            tile = _rank_tile(p_x, o_row, start + o_n, widths, N, K, PACKED, FULL, True)
+            best = _smallest(tl.minimum(best, tile), K, False, _log2(K))
+        return best
 
 
 @triton.jit
@@ -358,7 +361,7 @@ def _fold_kernel(
     p_work_spread = p_work + o_r[None, :, None] * WORK
 
     for batch in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tl.minimum(batch * ROWS + o_r.to(tl.int64), rows - 1)
+        row = tl.minimum(batch * ROWS + o_r.to(tl.int64), rows - 1)  # what is past the end repeats the last row
         o_prefix = row * (WIDTH if FIRST else N0)
         o_factor = row * WIDTH + OFFSET
         tl.debug_barrier()  # the batch before has read its slots
@@ -419,7 +422,7 @@ def _fold_kernel(
             _smallest_ties_first(p_work_row + better[:, None], ties[:, None], COUNT - better[:, None], K, no_slot)
         kept = _smallest_slots(tl.load(p_work_row + o_k, mask=o_k < COUNT, other=no_slot), K, False, 1)
 
-        m_out = (o_k < COUNT) & (batch * ROWS + o_r < rows)[:, None]
+        m_out = o_k < COUNT
         i, j = kept // N1, kept % N1
         a = tl.load(p_prefix + o_prefix[:, None] + i, mask=m_out, other=0.0).to(tl.float32)
         b = tl.load(p_scores + o_factor[:, None] + j, mask=m_out, other=0.0).to(tl.float32)
@@ -448,8 +451,8 @@ def _one_factor_kernel(
     """The k best columns of scores [rows, N], ascending."""
     o_k = tl.arange(0, min(K, BN))[None, :]
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m_out = (o_k < k) & (o_row < rows)[:, None]
-    o_row = tl.minimum(o_row, rows - 1)
+    m_out = o_k < k
+    o_row = tl.minimum(o_row, rows - 1)  # what is past the end repeats the last row
     keys = _rank(p_scores, o_row * N, N + tl.zeros([ROWS], tl.int32), N, BN, K, PACKED, False)
     columns = _smallest_slots(tl.where(o_k < k, _key_column(keys, PACKED), _NO_SLOT), min(K, BN), False, 1)
     values = tl.load(p_scores + o_row[:, None] * N + columns, mask=m_out, other=0.0)
@@ -498,7 +501,7 @@ class FoldConfig:
     @classmethod
     def from_shapes(cls, rows: int, widths: tuple[int, int], k: int) -> FoldConfig:
         places = max(2, triton.next_power_of_2(k))
-        hooks = 2 if k > 32 else 1
+        hooks = 1 if k <= 32 else 2 if k <= 128 else 4  # the fewest places to sort, by counting comparisons
         others = sum(2 * (k // h - h) + 1 for h in range(hooks + 2, math.isqrt(k) + 1))
         columns = tuple(min(MAX_COLUMNS, max(2, triton.next_power_of_2(n))) for n in widths)
         return cls(

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decay_write_kernels import launch_decay_write
+from .decay_write_kernels import launch_decay_write, write_warps
 from .dual_matmul_kernels import launch_lower_matmul
-from .launch import replay, run_plainly
+from .launch import launches_early, replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
@@ -30,7 +30,8 @@ SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
 
 def working_bytes(bank: Tensor, streams: int) -> int:
     """Working memory that a call may take, for two slabs: more where the bank or the batch is larger, never with T."""
-    return max(64 * 2**20, bank.numel() * bank.element_size() * 7 // 10, streams * 4 * 2**20)
+    by_bank = min(bank.numel() * bank.element_size() * 7 // 10, 288 * 2**20)
+    return max(64 * 2**20, by_bank, streams * 4 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,12 @@ class _SlabLoop:
             ids.fill_(-1)
         return slab
 
-    def before(self, slab: Slab) -> None:
-        staged, fields = slab.staged, slab.fields
+    def stage(self, slab: Slab) -> None:
         repeats = repeat_count(self.bank.device)
-        launch_stage_inputs(self.inputs, staged, slab.silent, repeats, self.bank.shape[0], self.first_token)
+        launch_stage_inputs(self.inputs, slab.staged, slab.silent, repeats, self.bank.shape[0], self.first_token)
+
+    def couple(self, slab: Slab) -> None:
+        staged, fields = slab.staged, slab.fields
         launch_phase1(staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val, fields, slab.scratch)
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
 
@@ -121,6 +124,9 @@ class _SlabLoop:
         staged, fields, bank = slab.staged, slab.fields, self.bank
         by_step = (self.signature.steps, *fields.order.shape[1:])
         first_weight, first_token = slab.scratch.first_weight.view(by_step), slab.scratch.first_token.view(by_step)
+        shape = self.signature
+        warps = write_warps(shape.streams, shape.chunk, shape.writes, shape.head_dim)
+        early = launches_early(bank.device, shape.chunk, warps)
         for s in range(self.signature.steps):
             launch_token_gather(
                 bank,
@@ -130,11 +136,11 @@ class _SlabLoop:
                 retrieved=slab.u[s],
                 inter=slab.inter[s],
             )
-            launch_lower_matmul(slab.X[s], slab.u[s], slab.delta, bank.dtype)
+            launch_lower_matmul(slab.X[s], slab.u[s], slab.delta, bank.dtype, early=early)
             groups = StepGroups(*(getattr(fields, name)[s] for name in StepGroups._fields))
-            launch_decay_write(bank, table, slab.delta, groups, (first_weight[s], first_token[s]))
+            launch_decay_write(bank, table, slab.delta, groups, (first_weight[s], first_token[s]), early=early)
 
-    def after(self, slab: Slab) -> None:
+    def read(self, slab: Slab) -> None:
         launch_lower_matmul(
             slab.QX.flatten(0, 1),
             slab.u.flatten(0, 1),

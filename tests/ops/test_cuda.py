@@ -1,0 +1,124 @@
+"""The ops on a GPU, on the samples of the CPU tests: values, bits, strides, capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdm_compile import sdm_write_read, sdm_write_read_
+from sdm_compile.ops import write_read_cuda
+from sdm_compile.ops.launch import captured_loops, free_captured_loops
+from tests.cases import SEVERAL, Case
+from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
+from tests.samples import CASES
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _has_cuda(case: OpCase) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"sdm::{case.op}", "CUDA")
+
+
+SAMPLES = [
+    pytest.param(case, sample, dtype, id=f"{case.op}-{sample.name}-{str(dtype)[6:]}")
+    for case in CASES
+    if _has_cuda(case)
+    for sample in case.samples
+    for dtype in DTYPES
+    if dtype in sample.dtypes
+]
+
+
+def on_gpu(args: Any) -> list[Any]:
+    return [x.cuda() if isinstance(x, Tensor) else x for x in args]
+
+
+def exactly(args: Any) -> list[Tensor]:
+    return [x.cpu().double() if x.is_floating_point() else x.cpu() for x in args]
+
+
+@pytest.mark.parametrize(("case", "sample", "dtype"), SAMPLES)
+def test_values_and_bits(case: OpCase, sample: Sample, dtype: torch.dtype) -> None:
+    args = sample.args(dtype)
+    got = case.run(on_gpu(args))
+    assert_close([x.cpu() for x in got], case.expected(args), case.tolerance_dtype(dtype))
+    for _ in range(3):
+        assert_same_bits(case.run(on_gpu(args)), got)
+
+
+@pytest.mark.parametrize(("case", "sample", "dtype"), SAMPLES)
+def test_strides_equal_the_cpu_kernels(case: OpCase, sample: Sample, dtype: torch.dtype) -> None:
+    args = sample.args(dtype)
+    for x, y in zip(tensors(case(*on_gpu(args))), tensors(case(*args)), strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def call(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], dict[str, Any]]:
+    return on_gpu(case.make(dtype, seed=seed)), {"chunk_size": case.chunk_size}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SEVERAL, ids=lambda case: case.name)
+def test_every_way_to_run_a_call_gives_the_same_bits(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (memory, *inputs), settings = call(case, dtype)
+    with torch.no_grad():
+        expected = sdm_write_read(memory, *inputs, **settings)
+        assert_close([x.cpu() for x in expected], sdm_write_read(*exactly((memory, *inputs)), **settings))
+
+        bank = memory.clone()
+        assert_same_bits((sdm_write_read_(bank, *inputs, **settings), bank), expected)
+        assert_same_bits(sdm_write_read(memory, *inputs, **settings, trace_steps=True), expected)
+
+        graph, bank = torch.cuda.CUDAGraph(), memory.clone()
+        with torch.cuda.graph(graph):
+            readings = sdm_write_read_(bank, *inputs, **settings)
+        bank.copy_(memory)
+        graph.replay()
+        assert_same_bits((readings, bank), expected)
+
+        odd = torch.empty(memory.numel() + 1, dtype=dtype, device="cuda")[1:].view_as(memory).copy_(memory)
+        assert_close(sdm_write_read(odd, *inputs, **settings), expected)
+
+        monkeypatch.setattr(write_read_cuda, "SLAB_STEPS", 1)
+        assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
+        monkeypatch.setattr(write_read_cuda, "working_bytes", lambda bank, streams: 1)
+        assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
+    torch.cuda.synchronize()
+
+
+def test_a_replay_serves_other_inputs_and_other_banks() -> None:
+    case = SEVERAL[0]
+    free_captured_loops()
+    kept = set()
+    with torch.no_grad():
+        for seed in range(3):
+            (memory, *inputs), settings = call(case, torch.float32, seed)
+            got = sdm_write_read(memory, *inputs, **settings)
+            assert_close([x.cpu() for x in got], sdm_write_read(*exactly((memory, *inputs)), **settings))
+            kept.add(captured_loops())
+    assert len(kept) == 1 and kept != {0}
+    free_captured_loops()
+    assert captured_loops() == 0
+
+
+def test_ids_beyond_the_bank_touch_nothing() -> None:
+    (memory, *inputs), settings = call(SEVERAL[0], torch.float32)
+    fence = torch.full((memory.shape[0] + 64, memory.shape[1]), 7.0, device="cuda")
+    bank = fence[32:-32].copy_(memory)
+    for i in (0, 5):
+        inputs[i] = torch.where(inputs[i] == inputs[i].max(), 2**30, inputs[i])
+    with torch.no_grad():
+        readings = sdm_write_read_(bank, *inputs, **settings)
+    assert readings.isfinite().all()
+    assert (fence[:32] == 7).all() and (fence[-32:] == 7).all()
