@@ -7,7 +7,7 @@ import io
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import islice
@@ -105,8 +105,8 @@ def _add_train(commands: Any) -> None:
     add = command.add_argument
     add("--out", type=Path, default=Path("sdm-run"), help="folder of the checkpoint (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint; only --steps may be changed")
-    add("--save-every", type=int, default=50, metavar="N", help="steps between checkpoints (default: %(default)s)")
-    add("--sample", type=int, default=200, metavar="N", help="bytes of the sample (default: %(default)s)")
+    add("--save-every", type=_at_least(1), default=50, metavar="N", help="steps between saves (default: %(default)s)")
+    add("--sample", type=_at_least(0), default=200, metavar="N", help="bytes of the sample (default: %(default)s)")
     add("--no-compile", action="store_true", help="run without torch.compile")
     add("--device", help="where to run (default: cpu)")
     settings = command.add_argument_group("training settings")
@@ -131,7 +131,7 @@ def _add_generate(commands: Any) -> None:
     add = command.add_argument
     add("--checkpoint", type=Path, default=Path("sdm-run", CHECKPOINT), help="file to load (default: %(default)s)")
     add("--prompt", default=SAMPLE_PROMPT, help="text to continue (default: %(default)r)")
-    add("--max-tokens", type=int, default=400, metavar="N", help="bytes to generate at most (default: %(default)s)")
+    add("--max-tokens", type=_at_least(0), default=400, metavar="N", help="bytes at most (default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default: %(default)s)")
     add("--top-p", type=float, default=0.95, help="draw among the likeliest bytes of this total (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
@@ -152,6 +152,17 @@ def _add_fields(group: Any, config: type, helps: dict[str, str]) -> None:
                 metavar="X" if isinstance(field.default, float) else "N",
                 help=f"{helps[field.name]} (default: {field.default})",
             )
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """Reads a number from the command line, none below `least`."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return number
 
 
 @contextmanager

@@ -82,6 +82,9 @@ class SparseDeltaMemoryConfig:
             self._check_integer("chunk_size", 1, MAX_CHUNK)
         for name in ("read_act", "write_act"):
             check_choice(name, getattr(self, name), ACTIVATIONS)
+        for name in ("norm_eps", "read_act_scale", "write_act_scale"):
+            if not isinstance(getattr(self, name), int | float) or not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
         if self.norm_eps < 0:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be at least 0")
         check_choice("snapshot_quant", self.snapshot_quant, SNAPSHOT_MODES)

@@ -93,7 +93,8 @@ class SparseDeltaMemory(nn.Module):
 
         With grad mode on, `state` is left as it was, and gradients flow through it and through the returned one. With
         grad mode off, its bank is advanced in place and `state` itself comes back; one token then takes the decode
-        step.
+        step. So under activation checkpointing use the non-reentrant kind: the reentrant one runs the layer with grad
+        mode off first, which would advance the state before the recomputation reads it.
 
         Args:
             x: [B, T, dim]. B = 0 and T = 0 are legal (where BatchNorm is: in training it needs two tokens).
@@ -107,6 +108,8 @@ class SparseDeltaMemory(nn.Module):
         config = self.config
         if x.dim() != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {config.dim}")
+        if state is not None:
+            self.check_state(state, x.shape[0])
         k_idx, k_val = self._slots(self.Wk_write(x), self.key_bn, config.num_writes, self.write_act)
         q_idx, q_val = self._slots(self.Wq_read(x), self.query_bn, config.num_reads, self.read_act)
         v = self._to_streams(self.Wv_write(x))
@@ -118,7 +121,6 @@ class SparseDeltaMemory(nn.Module):
         inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
         if state is None:
             state = SDMState(self._initial_bank(batch, v.dtype, v.device))
-        self._check_bank(state.bank, batch)
         if torch.is_grad_enabled():
             readings, bank = sdm_write_read(
                 state.bank,
@@ -136,7 +138,7 @@ class SparseDeltaMemory(nn.Module):
         readings = readings.to(v.dtype)
         if self.readings_norm is not None:
             readings = self.readings_norm(readings)
-        merged = readings.unflatten(0, (batch, config.num_heads)).transpose(1, 2).flatten(2)
+        merged = torch.unflatten(readings, 0, (batch, config.num_heads)).transpose(1, 2).flatten(2)
         if self.Wog is not None:
             merged = merged * self.Wog(x).sigmoid()
         return self.Wo(merged), state
@@ -159,7 +161,8 @@ class SparseDeltaMemory(nn.Module):
 
     def _to_streams(self, x: Tensor) -> Tensor:
         """[B, T, H * n], a head's columns side by side, to [P, T, n]."""
-        return x.unflatten(2, (self.config.num_heads, -1)).transpose(1, 2).flatten(0, 1)
+        # Not the method: it is Python code that cannot be traced while a default device is set.
+        return torch.unflatten(x, 2, (self.config.num_heads, -1)).transpose(1, 2).flatten(0, 1)
 
     def _initial_bank(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         config = self.config
@@ -168,8 +171,9 @@ class SparseDeltaMemory(nn.Module):
             return torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
         return self.memory.to(device, dtype).repeat(batch, 1)
 
-    def _check_bank(self, bank: Tensor, batch: int) -> None:
-        config = self.config
+    def check_state(self, state: SDMState, batch: int) -> None:
+        """Raises ValueError where `state` is not one of this layer's for so many sequences."""
+        config, bank = self.config, state.bank
         rows = batch * config.num_heads * config.slots_per_head
         if bank.dim() != 2 or bank.shape[0] != rows or bank.shape[1] != config.head_dim:
             expected = (rows, config.head_dim)

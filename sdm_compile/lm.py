@@ -85,6 +85,7 @@ class LMState:
 
 
 pytree.register_dataclass(LMState, serialized_type_name="sdm_compile.LMState")
+torch.serialization.add_safe_globals([LMState])
 
 
 class CausalConv(nn.Module):
@@ -188,6 +189,8 @@ class LanguageModel(nn.Module):
             logits: [B, T, 256], the parameters' dtype.
             state: a new one, or the same object where it was advanced in place.
         """
+        if state is not None:
+            self._check_state(state, tokens.shape[0])
         x = self.embedding(tokens)
         memories, tails = [], []
         for i, block in enumerate(self._blocks()):
@@ -204,6 +207,16 @@ class LanguageModel(nn.Module):
 
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.blocks)
+
+    def _check_state(self, state: LMState, batch: int) -> None:
+        """Before any block advances its part of the state."""
+        if len(state.memories) != len(self.blocks) or len(state.tails) != len(self.blocks):
+            raise ValueError(f"the state is of {len(state.memories)} blocks; the model has {len(self.blocks)}")
+        shape = (batch, self.config.conv_width - 1, self.config.dim)
+        for block, memory, tail in zip(self._blocks(), state.memories, state.tails, strict=True):
+            block.sdm.check_state(memory, batch)
+            if tail.shape != shape:
+                raise ValueError(f"a tail of the state has shape {tuple(tail.shape)}; expected {shape}")
 
     def _empty_tail(self, batch: int) -> Tensor:
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch._inductor import cpp_builder, exc
 
-from .ops.registry import NAMESPACE, OPS
+from .ops.registry import OPS
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -29,16 +29,16 @@ def pick_device(name: str | None = None) -> torch.device:
 
 def routes(device: torch.device) -> dict[str, str | None]:
     """By which kernels each op runs on a device; None where it has none."""
-    key = torch._C._dispatch_key_for_device(device.type)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {name: device.type if has_kernel(f"{NAMESPACE}::{name}", key) else None for name in OPS}
+    runs = {name: device.type == "cpu" or (device.type == "cuda" and op.on_cuda) for name, op in OPS.items()}
+    return {name: device.type if has_kernel else None for name, has_kernel in runs.items()}
 
 
 def describe_device(device: torch.device) -> str:
     """A few words that name the device in a report."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def why_not_compile() -> str | None:

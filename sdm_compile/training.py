@@ -38,7 +38,7 @@ class TrainConfig:
         ValueError: a value out of range.
     """
 
-    steps: int = 200
+    steps: int = 160
     batch: int = 8
     length: int = 256
     lr: float = 5e-3

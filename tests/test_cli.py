@@ -22,7 +22,7 @@ from sdm_compile.text import Corpus
 STEPS = 6
 SUMMARY = re.compile(
     r"^validation (\d+\.\d\d) -> (\d+\.\d\d) bits/byte \| training [\d,]+ tokens/s \| decode [\d,]+ tokens/s \| "
-    r"cpu, \d+ threads$",
+    r"cpu, \d+ threads?$",
     re.MULTILINE,
 )
 
@@ -314,10 +314,21 @@ def test_run_as_a_module() -> None:
     assert re.search(r"train .*\n +generate .*\n +doctor .*", result.stdout)
 
 
-def test_unknown_command() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("fly", "invalid choice: 'fly'"),
+        ("train --save-every 0", "--save-every: must be at least 1, got 0"),
+        ("train --sample -1", "--sample: must be at least 0, got -1"),
+        ("generate --max-tokens -1", "--max-tokens: must be at least 0, got -1"),
+        ("generate --max-tokens many", "--max-tokens: invalid number value: 'many'"),
+    ],
+)
+def test_wrong_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["fly"])
+        main(arguments.split())
     assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "doctor"])

@@ -112,6 +112,29 @@ def test_state_made_in_inference_mode_is_ordinary(model: LanguageModel) -> None:
     assert not any(leaf.is_inference() for leaf in pytree.tree_leaves(state))
 
 
+def test_state_can_be_saved(model: LanguageModel, tokens: torch.Tensor, tmp_path: Path) -> None:
+    _, state = model(tokens)
+    torch.save(pytree.tree_map(torch.detach, state), tmp_path / "state")
+    loaded = torch.load(tmp_path / "state", weights_only=True)
+    assert isinstance(loaded, LMState)
+    torch.testing.assert_close(model(tokens, loaded)[0], model(tokens, state)[0], rtol=0, atol=0)
+
+
+def test_wrong_state_is_refused_before_it_is_advanced(model: LanguageModel, tokens: torch.Tensor) -> None:
+    state, other = model.init_state(2), model.init_state(1)
+    kept = [leaf.detach().clone() for leaf in pytree.tree_leaves(state)]
+    wrong = [
+        LMState(state.memories[:1], state.tails[:1]),
+        LMState([state.memories[0], other.memories[1]], state.tails),
+        LMState(state.memories, [state.tails[0], other.tails[1]]),
+    ]
+    for bad, message in zip(wrong, ("of 1 blocks; the model has 2", "bank has shape", "a tail"), strict=True):
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            model(tokens, bad)
+    for leaf, value in zip(pytree.tree_leaves(state), kept, strict=True):
+        torch.testing.assert_close(leaf.detach(), value, rtol=0, atol=0)
+
+
 def test_meta_device(tokens: torch.Tensor) -> None:
     with torch.device("meta"):
         model = LanguageModel(CONFIG)
@@ -327,3 +350,18 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "routes", lambda device: {"write_read": None})
     with pytest.raises(ValueError, match="cannot use device 'cpu': the ops have no kernels for it"):
         pick_device("cpu")
+
+
+def test_a_refused_state_is_left_as_it_was() -> None:
+    model = LanguageModel(LMConfig(dim=8, num_layers=2, hidden_dim=8, slots_per_head=16, num_writes=3, num_reads=3))
+    with torch.no_grad():
+        state = model.init_state(2)
+        before = state.memories[0].bank.clone()
+        for wrong in (state.tails[1][:, :1], state.tails[1][:1]):
+            bad = LMState(state.memories, [state.tails[0], wrong])
+            with pytest.raises(ValueError, match="tail"):
+                model(torch.zeros(2, 5, dtype=torch.int64), bad)
+        bad = LMState([state.memories[0], model.init_state(3).memories[1]], state.tails)
+        with pytest.raises(ValueError, match="bank has shape"):
+            model(torch.zeros(2, 5, dtype=torch.int64), bad)
+    assert torch.equal(state.memories[0].bank, before)

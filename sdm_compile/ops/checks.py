@@ -55,10 +55,29 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str) ->
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {layout} = {tuple(shape)}")
 
 
-def check_devices(device: torch.device, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}; expected {device}, where memory is")
+def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, given: str) -> None:
+    """`given` says what the dtype follows from, such as "with a torch.float32 bank"."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; {given} it is {dtype}")
+
+
+def check_staged_ids(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; staged ids are int32")
+
+
+def check_like(name: str, tensor: Tensor, other: str, like: Tensor) -> None:
+    """The shape and dtype of `like`, the argument called `other`."""
+    check_shape(name, tensor, like.shape, f"the shape of {other}")
+    check_dtype(name, tensor, like.dtype, f"like {other}")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """All are where the first one is."""
+    (anchor, first), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device}; expected {first.device}, where {anchor} is")
 
 
 def check_contiguous_bank(memory: Tensor) -> None:
@@ -89,10 +108,14 @@ def check_token_inputs(
     q_idx: Tensor,
     q_val: Tensor,
     lead: str = "P, T",
+    bank: str = "memory",
 ) -> None:
-    """What every op that takes a call's inputs requires of them; `lead` names the leading dimensions in messages."""
-    check_rank("memory", memory, "[num_slots, D]")
-    check_float("memory", memory)
+    """What every op that takes a call's inputs requires of them.
+
+    `lead` names the leading dimensions in messages, and `bank` the argument that `memory` is.
+    """
+    check_rank(bank, memory, "[num_slots, D]")
+    check_float(bank, memory)
     for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
         check_ids(name, ids)
         if lead == "P, T":
@@ -102,8 +125,8 @@ def check_token_inputs(
     writes, reads = k_idx.shape[-1], q_idx.shape[-1]
     check_range("the number of writes W (last dimension of k_idx)", writes, 1, MAX_WIDTH)
     check_range("the number of reads R (last dimension of q_idx)", reads, 1, MAX_WIDTH)
-    check_range("head_dim D (last dimension of memory)", memory.shape[1], 1, 2**20)
-    check_range("the number of slots (first dimension of memory)", memory.shape[0], 0, 2**31 - 1)
+    check_range(f"head_dim D (last dimension of {bank})", memory.shape[1], 1, 2**20)
+    check_range(f"the number of slots (first dimension of {bank})", memory.shape[0], 0, 2**31 - 1)
     outer = tuple(k_idx.shape[:-1])
     check_shape("k_val", k_val, (*outer, writes), f"[{lead}, W] like k_idx")
     check_shape("v", v, (*outer, memory.shape[1]), f"[{lead}, D]")
@@ -116,7 +139,7 @@ def check_token_inputs(
     check_shape("q_val", q_val, (*outer, reads), f"[{lead}, R] like q_idx")
     for name, tensor in (("k_val", k_val), ("v", v), ("beta", beta), ("g", g), ("q_val", q_val)):
         check_float(name, tensor)
-    check_devices(memory.device, k_idx=k_idx, k_val=k_val, v=v, beta=beta, g=g, q_idx=q_idx, q_val=q_val)
+    check_devices(**{bank: memory}, k_idx=k_idx, k_val=k_val, v=v, beta=beta, g=g, q_idx=q_idx, q_val=q_val)
 
 
 def check_chunk_size(chunk_size: int) -> None:

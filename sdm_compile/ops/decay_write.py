@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import UnsupportedConfigurationError, accumulate_dtype, check_float, check_rank, check_shape
+from .checks import (
+    UnsupportedConfigurationError,
+    accumulate_dtype,
+    check_devices,
+    check_dtype,
+    check_float,
+    check_like,
+    check_rank,
+    check_shape,
+    check_staged_ids,
+)
 from .layout import StepGroups, empty, empty_gradients, wanted_gradients
 from .registry import register
 from .rows import group_sums, load_rows, row_dots, sorted_entries, store_rows_, weighted_rows
@@ -47,14 +57,17 @@ def _check_decay_write(
         check_shape(name, tensor, (streams, width), "[P, C * W] (group_start one longer)")
     dtype = accumulate_dtype(bank.dtype)
     for name, tensor in (("delta", delta), ("write_w", write_w), ("group_decay", group_decay)):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; with a {bank.dtype} bank it is {dtype}")
+        check_dtype(name, tensor, dtype, f"with a {bank.dtype} bank")
+    groups = {"order": order, "group_start": group_start, "group_slot": group_slot}
+    for name, tensor in groups.items():
+        check_staged_ids(name, tensor)
+    check_devices(bank=bank, delta=delta, write_w=write_w, group_decay=group_decay, **groups)
 
 
 def _check_in_place(
     bank: Tensor, snapshot: Tensor | None, scales: Tensor | None, group_slot: Tensor, mode: str
 ) -> None:
-    check_mode(mode, bank.dtype)
+    check_mode("snapshot_quant", mode, bank.dtype)
     if (snapshot is None) != (scales is None):
         raise ValueError("snapshot and scales come together: one of them is None")
     if snapshot is not None and scales is not None:
@@ -62,6 +75,11 @@ def _check_in_place(
     for name, tensor in (("bank", bank), ("snapshot", snapshot), ("scales", scales)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tuple(tensor.stride())}; an in-place write needs it contiguous")
+    check_devices(bank=bank, snapshot=snapshot, scales=scales)
+
+
+def _empty_decay_write_output(bank: Tensor) -> Tensor:
+    return empty(tuple(bank.shape), bank)
 
 
 def _write_rows_(
@@ -82,7 +100,7 @@ def _write_rows_(
 
 def _decay_write_cpu(bank: Tensor, *step: Tensor) -> Tensor:
     _check_decay_write(bank, *step)
-    out = empty(tuple(bank.shape), bank).copy_(bank)
+    out = _empty_decay_write_output(bank).copy_(bank)
     _write_rows_(out, *step)
     return out
 
@@ -91,7 +109,7 @@ def _decay_write_cuda(bank: Tensor, *step: Tensor) -> Tensor:
     from .decay_write_kernels import launch_decay_write
 
     _check_decay_write(bank, *step)
-    out = empty(tuple(bank.shape), bank).copy_(bank)
+    out = _empty_decay_write_output(bank).copy_(bank)
     delta, *groups = (x.contiguous() for x in step)
     launch_decay_write(out, None, delta, StepGroups(*groups), None)
     return out
@@ -99,7 +117,7 @@ def _decay_write_cuda(bank: Tensor, *step: Tensor) -> Tensor:
 
 def _decay_write_fake(bank: Tensor, *step: Tensor) -> Tensor:
     _check_decay_write(bank, *step)
-    return empty(tuple(bank.shape), bank)
+    return _empty_decay_write_output(bank)
 
 
 def _decay_write_in_place_cpu(
@@ -165,6 +183,28 @@ def _decay_write_in_place_fake(
     _check_in_place(bank, snapshot, scales, group_slot, snapshot_quant)
 
 
+def _check_decay_write_bwd(
+    dout: Tensor,
+    bank: Tensor,
+    delta: Tensor,
+    write_w: Tensor,
+    group_decay: Tensor,
+    order: Tensor,
+    group_start: Tensor,
+    group_slot: Tensor,
+) -> None:
+    _check_decay_write(bank, delta, write_w, group_decay, order, group_start, group_slot)
+    check_like("dout", dout, "bank", bank)
+    check_devices(bank=bank, dout=dout)
+
+
+def _empty_decay_write_bwd_outputs(
+    bank: Tensor, delta: Tensor, write_w: Tensor, group_decay: Tensor, mask: list[bool]
+) -> tuple[Tensor, ...]:
+    """dbank, ddelta, dwrite_w, dgroup_decay."""
+    return empty_gradients((bank, delta, write_w, group_decay), mask)
+
+
 def _decay_write_bwd_cpu(
     dout: Tensor,
     bank: Tensor,
@@ -176,9 +216,9 @@ def _decay_write_bwd_cpu(
     group_slot: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    dbank, ddelta, dwrite_w, dgroup_decay = _decay_write_bwd_fake(
-        dout, bank, delta, write_w, group_decay, order, group_start, group_slot, mask
-    )
+    _check_decay_write_bwd(dout, bank, delta, write_w, group_decay, order, group_start, group_slot)
+    outs = _empty_decay_write_bwd_outputs(bank, delta, write_w, group_decay, mask)
+    dbank, ddelta, dwrite_w, dgroup_decay = outs
     entry, sizes = sorted_entries(order, group_start)
     group = torch.arange(group_slot.numel()).repeat_interleave(sizes)
     idx = torch.full((write_w.numel(),), -1, dtype=torch.int32)
@@ -196,7 +236,7 @@ def _decay_write_bwd_cpu(
     if mask[3]:
         rows, drows = (load_rows(x, group_slot, delta.dtype) for x in (bank, dout))
         torch.sum(rows * drows, -1, out=dgroup_decay)
-    return dbank, ddelta, dwrite_w, dgroup_decay
+    return outs
 
 
 def _decay_write_bwd_fake(
@@ -210,9 +250,8 @@ def _decay_write_bwd_fake(
     group_slot: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    _check_decay_write(bank, delta, write_w, group_decay, order, group_start, group_slot)
-    check_shape("dout", dout, bank.shape, "[num_slots, D] like bank")
-    return empty_gradients((bank, delta, write_w, group_decay), mask)
+    _check_decay_write_bwd(dout, bank, delta, write_w, group_decay, order, group_start, group_slot)
+    return _empty_decay_write_bwd_outputs(bank, delta, write_w, group_decay, mask)
 
 
 decay_write_bwd_op = register(
@@ -264,7 +303,8 @@ def decay_write(
     Args:
         bank: [num_slots, D] bfloat16 or float32 (float64 on the CPU).
         delta: [P, C, D] from the dual matmul. write_w: [P, C, W]. Accumulate dtype.
-        group_decay, order, group_start, group_slot: [P, E], the step's `ChunkFields`.
+        group_decay, order, group_start, group_slot: [P, E] ([P, E + 1] for group_start), the step's `ChunkFields`;
+            the last three are int32.
     Returns:
         [num_slots, D], fresh memory.
     Raises:

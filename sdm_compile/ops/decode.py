@@ -18,7 +18,7 @@ from .checks import accumulate_dtype, check_contiguous_bank, check_ids_in_bank, 
 from .dispatch import Dispatch, record
 from .layout import empty
 from .registry import register
-from .repeats import count_repeated, merge_repeated, repeat_count
+from .repeats import add_repeats, merge_repeated, repeat_count
 from .rows import load_rows, store_rows_, weighted_rows
 from .situation import current_situation
 
@@ -45,10 +45,10 @@ def _decode_step_cpu(
 ) -> Tensor:
     _check_decode_step(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
     check_ids_in_bank(memory.shape[0], k_idx=k_idx, q_idx=q_idx)
-    count_repeated(k_idx)
     readings = _empty_decode_step_output(memory, v)
     dtype, accumulate = memory.dtype, accumulate_dtype(memory.dtype)
-    ids, weights, gates = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
+    ids, weights, gates, repeats = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
+    add_repeats(repeats)
     weights = weights.to(dtype).to(accumulate).unsqueeze(-1)
     silent = (k_idx < 0).all(-1, keepdim=True)
     v = v.to(dtype).to(accumulate).masked_fill(silent, 0)

@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype, check_float, check_rank, check_shape
+from .checks import accumulate_dtype, check_devices, check_dtype, check_float, check_like, check_rank, check_shape
 from .layout import empty, empty_gradients, wanted_gradients
 from .registry import register
 
 _INPUTS = "Tensor X, Tensor QX, Tensor v, Tensor beta, Tensor retrieved, Tensor inter"
 
 
-def _check_dual_matmul(X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor) -> None:
+def _check_dual_matmul(X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, **rows: Tensor) -> None:
+    """`rows` are [P, C, D] in the accumulate dtype."""
     check_rank("v", v, "[P, C, D]")
     check_float("v", v)
     streams, chunk, _ = v.shape
     check_shape("X", X, (streams, chunk, chunk), "[P, C, C]")
     check_shape("QX", QX, X.shape, "[P, C, C] like X")
     check_shape("beta", beta, (streams, chunk, 1), "[P, C, 1]")
-    check_shape("retrieved", retrieved, v.shape, "[P, C, D] like v")
-    check_shape("inter", inter, v.shape, "[P, C, D] like v")
-    dtype = accumulate_dtype(v.dtype)
-    for name, tensor in (("X", X), ("QX", QX), ("beta", beta), ("retrieved", retrieved), ("inter", inter)):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; with {v.dtype} values it is {dtype}")
+    for name, tensor in rows.items():
+        check_shape(name, tensor, v.shape, "[P, C, D] like v")
+    for name, tensor in {"X": X, "QX": QX, "beta": beta, **rows}.items():
+        check_dtype(name, tensor, accumulate_dtype(v.dtype), f"with {v.dtype} values")
+    check_devices(X=X, QX=QX, v=v, beta=beta, **rows)
 
 
 def _empty_dual_matmul_outputs(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def _empty_dual_matmul_outputs(v: Tensor) -> tuple[Tensor, Tensor]:
 def _dual_matmul_cpu(
     X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
 ) -> tuple[Tensor, Tensor]:
-    _check_dual_matmul(X, QX, v, beta, retrieved, inter)
+    _check_dual_matmul(X, QX, v, beta, retrieved=retrieved, inter=inter)
     delta, readings = _empty_dual_matmul_outputs(v)
     u = beta * (v - retrieved)
     torch.matmul(X, u, out=delta)
@@ -55,7 +55,7 @@ def _dual_matmul_cuda(
 ) -> tuple[Tensor, Tensor]:
     from .dual_matmul_kernels import launch_lower_matmul
 
-    _check_dual_matmul(X, QX, v, beta, retrieved, inter)
+    _check_dual_matmul(X, QX, v, beta, retrieved=retrieved, inter=inter)
     delta, readings = _empty_dual_matmul_outputs(v)
     X, QX, v, beta, retrieved, inter = (x.contiguous() for x in (X, QX, v, beta, retrieved, inter))
     launch_lower_matmul(X, retrieved, delta, v.dtype, residual=(v, beta))
@@ -66,8 +66,16 @@ def _dual_matmul_cuda(
 def _dual_matmul_fake(
     X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
 ) -> tuple[Tensor, Tensor]:
-    _check_dual_matmul(X, QX, v, beta, retrieved, inter)
+    _check_dual_matmul(X, QX, v, beta, retrieved=retrieved, inter=inter)
     return _empty_dual_matmul_outputs(v)
+
+
+def _check_dual_matmul_bwd(
+    ddelta: Tensor, dreadings: Tensor, X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor
+) -> None:
+    _check_dual_matmul(X, QX, v, beta, retrieved=retrieved, ddelta=ddelta)
+    check_like("dreadings", dreadings, "v", v)
+    check_devices(X=X, dreadings=dreadings)
 
 
 def _empty_dual_matmul_bwd_outputs(X: Tensor, v: Tensor, beta: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
@@ -85,6 +93,7 @@ def _dual_matmul_bwd_cpu(
     retrieved: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
+    _check_dual_matmul_bwd(ddelta, dreadings, X, QX, v, beta, retrieved)
     outs = _empty_dual_matmul_bwd_outputs(X, v, beta, mask)
     error = v - retrieved
     u = beta * error
@@ -114,6 +123,7 @@ def _dual_matmul_bwd_fake(
     retrieved: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
+    _check_dual_matmul_bwd(ddelta, dreadings, X, QX, v, beta, retrieved)
     return _empty_dual_matmul_bwd_outputs(X, v, beta, mask)
 
 

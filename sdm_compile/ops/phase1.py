@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype, check_float, check_rank, check_shape
+from .checks import (
+    accumulate_dtype,
+    check_devices,
+    check_dtype,
+    check_float,
+    check_rank,
+    check_shape,
+    check_staged_ids,
+)
 from .layout import ChunkFields, empty, empty_chunk_fields
 from .registry import register
 
@@ -29,8 +37,7 @@ _INPUTS = "Tensor k_idx, Tensor k_val, Tensor g, Tensor q_idx, Tensor q_val"
 def _check_phase1(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor) -> None:
     for name, ids, layout in (("k_idx", k_idx, "[steps, P, C, W]"), ("q_idx", q_idx, "[steps, P, C, R]")):
         check_rank(name, ids, layout)
-        if ids.dtype != torch.int32:
-            raise ValueError(f"{name} has dtype {ids.dtype}; staged ids are int32")
+        check_staged_ids(name, ids)
     outer = k_idx.shape[:3]
     check_shape("k_val", k_val, k_idx.shape, "[steps, P, C, W] like k_idx")
     check_rank("g", g, "[steps, P, C, 1 or W]")
@@ -39,8 +46,8 @@ def _check_phase1(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val:
     check_shape("q_val", q_val, q_idx.shape, "[steps, P, C, R] like q_idx")
     for name, tensor in (("k_val", k_val), ("q_val", q_val)):
         check_float(name, tensor)
-    if g.dtype != accumulate_dtype(k_val.dtype):
-        raise ValueError(f"g has dtype {g.dtype}; with {k_val.dtype} weights it is {accumulate_dtype(k_val.dtype)}")
+    check_dtype("g", g, accumulate_dtype(k_val.dtype), f"with {k_val.dtype} weights")
+    check_devices(k_idx=k_idx, k_val=k_val, g=g, q_idx=q_idx, q_val=q_val)
 
 
 def _empty_phase1_outputs(k_idx: Tensor, k_val: Tensor, q_idx: Tensor) -> ChunkFields:
@@ -206,6 +213,36 @@ def _phase1_fake(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: 
     return _empty_phase1_outputs(k_idx, k_val, q_idx)
 
 
+def _check_phase1_bwd(
+    dk_eff: Tensor,
+    dq_w: Tensor,
+    dwrite_w: Tensor,
+    dA: Tensor,
+    dQK: Tensor,
+    dgroup_decay: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+) -> None:
+    _check_phase1(k_idx, k_val, g, q_idx, q_val)
+    steps, streams, chunk, writes = k_idx.shape
+    for name, grad, shape, layout in (
+        ("dk_eff", dk_eff, k_val.shape, "[steps, P, C, W]"),
+        ("dq_w", dq_w, q_val.shape, "[steps, P, C, R]"),
+        ("dwrite_w", dwrite_w, k_val.shape, "[steps, P, C, W]"),
+        ("dA", dA, (steps, streams, chunk, chunk), "[steps, P, C, C]"),
+        ("dQK", dQK, (steps, streams, chunk, chunk), "[steps, P, C, C]"),
+        ("dgroup_decay", dgroup_decay, (steps, streams, chunk * writes), "[steps, P, C * W]"),
+    ):
+        check_shape(name, grad, shape, layout)
+        check_dtype(name, grad, g.dtype, f"with {g.dtype} gates")
+    check_devices(
+        k_idx=k_idx, dk_eff=dk_eff, dq_w=dq_w, dwrite_w=dwrite_w, dA=dA, dQK=dQK, dgroup_decay=dgroup_decay
+    )
+
+
 def _empty_phase1_bwd_outputs(k_val: Tensor, g: Tensor, q_val: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in the accumulate dtype, which is g's."""
     return tuple(empty(tuple(x.shape), x, g.dtype) for x in (k_val, g, q_val))  # type: ignore[return-value]
@@ -224,7 +261,7 @@ def _phase1_bwd_cpu(
     q_idx: Tensor,
     q_val: Tensor,
 ) -> tuple[Tensor, ...]:
-    _check_phase1(k_idx, k_val, g, q_idx, q_val)
+    _check_phase1_bwd(dk_eff, dq_w, dwrite_w, dA, dQK, dgroup_decay, k_idx, k_val, g, q_idx, q_val)
     dk_val, dg, dq_val = _empty_phase1_bwd_outputs(k_val, g, q_val)
     tokens, width = k_idx.shape[2:]
     entries = tokens * width
@@ -293,7 +330,7 @@ def _phase1_bwd_fake(
     q_idx: Tensor,
     q_val: Tensor,
 ) -> tuple[Tensor, ...]:
-    _check_phase1(k_idx, k_val, g, q_idx, q_val)
+    _check_phase1_bwd(dk_eff, dq_w, dwrite_w, dA, dQK, dgroup_decay, k_idx, k_val, g, q_idx, q_val)
     return _empty_phase1_bwd_outputs(k_val, g, q_val)
 
 

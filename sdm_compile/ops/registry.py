@@ -20,6 +20,8 @@ import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
+from .checks import UnsupportedConfigurationError
+
 NAMESPACE = "sdm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -32,6 +34,7 @@ class RegisteredOp:
     overload: torch._ops.OpOverload
     differentiable: bool
     mutated: tuple[int, ...]  # positions of the arguments that the op writes to
+    on_cuda: bool = False  # whether it has a CUDA kernel
 
 
 OPS: dict[str, RegisteredOp] = {}
@@ -50,7 +53,8 @@ def register(
 
     Args:
         schema: name and signature, as `torch.library.Library.define` takes them.
-        cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments.
+        cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments. No CUDA kernel: a call
+            is refused by name.
         fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
         setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
     """
@@ -58,14 +62,24 @@ def register(
     overload = getattr(torch.ops, NAMESPACE).__getattr__(name.split("::")[-1]).default
     arguments = overload._schema.arguments
     mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated)
+    op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated, cuda is not None)
     OPS[op.name] = op
     _library.impl(op.name, _without_autocast(_sparing_inference_tensors(op, cpu), "cpu"), "CPU")
-    if cuda is not None:
-        _library.impl(op.name, _without_autocast(_on_device(_sparing_inference_tensors(op, cuda)), "cuda"), "CUDA")
+    on_cuda = _refusing_kernel(op) if cuda is None else _on_device(_sparing_inference_tensors(op, cuda))
+    _library.impl(op.name, _without_autocast(on_cuda, "cuda"), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
     _library.impl(op.name, _autograd_kernel(op, setup_context, backward), "Autograd")
     return overload
+
+
+def _refusing_kernel(op: RegisteredOp) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise UnsupportedConfigurationError(
+            f"sdm::{op.name} does not run on CUDA tensors yet; move them to the CPU. "
+            "Calls that need no gradient run on CUDA: use torch.no_grad()"
+        )
+
+    return refuse
 
 
 def _sparing_inference_tensors(op: RegisteredOp, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +136,10 @@ def _autograd_kernel(
 
     def forward(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return overload(*args)
+            if not torch._C._are_functorch_transforms_active():
+                return overload(*args)
+            with torch.enable_grad():  # `apply` turned grad mode off, but a level below may be differentiating as well
+                return overload(*args)
 
     formula = type(
         op.name,
@@ -173,6 +190,9 @@ def _no_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _raising_backward(op: RegisteredOp) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"sdm::{op.name} has no derivative (double backward is not supported)")
+        raise NotImplementedError(
+            f"sdm::{op.name} has no derivative: double backward is not supported; and under torch.func.vmap, "
+            "differentiate inside it: vmap(grad(f)), not grad(vmap(f))"
+        )
 
     return backward

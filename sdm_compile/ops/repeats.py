@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,30 +27,50 @@ def first_places(k_idx: Tensor) -> Tensor:
     return torch.empty_like(place).scatter_(-1, place, place.gather(-1, run_start))
 
 
-def merge_repeated(k_idx: Tensor, k_val: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class _Writes(NamedTuple):
+    """Of each write [..., W]."""
+
+    first: Tensor  # the first place in its token with the same slot
+    valid: Tensor  # whether it has a slot
+    kept: Tensor  # whether it has one, and is the first with it
+
+
+def _sort_out(k_idx: Tensor) -> _Writes:
+    first, valid = first_places(k_idx), k_idx >= 0
+    return _Writes(first, valid, valid & (first == torch.arange(k_idx.shape[-1], device=k_idx.device)))
+
+
+def _kept_gates(writes: _Writes, width: int) -> Tensor:
+    """Which of a token's gates, `width` of them, act: those of kept writes, or its one gate where it has a slot."""
+    return writes.kept if width == writes.kept.shape[-1] else writes.valid.any(-1, keepdim=True)
+
+
+def merge_repeated(k_idx: Tensor, k_val: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The writes [..., W] of each token with repeats merged into the first and no-slot entries cleared.
 
     Args:
         k_idx: [..., W] ids. k_val: [..., W] weights. g: [..., 1 or W] gates.
     Returns:
-        ids with -1 for no slot, summed weights, and gates of g's width with 0 where there is no slot.
+        ids with -1 for no slot, summed weights, gates of g's width with 0 where there is no slot, and the number of
+        repeats as an int64 scalar.
     """
-    own = torch.arange(k_idx.shape[-1], device=k_idx.device)
-    first = first_places(k_idx)
-    valid = k_idx >= 0
-    kept = valid & (first == own)
-    weights = torch.zeros_like(k_val).scatter_add_(-1, first, k_val.masked_fill(~valid, 0))
-    gate_kept = kept if g.shape[-1] == k_idx.shape[-1] else valid.any(-1, keepdim=True)
-    return k_idx.masked_fill(~kept, -1), weights.masked_fill(~kept, 0), g.masked_fill(~gate_kept, 0)
+    writes = _sort_out(k_idx)
+    weights = torch.zeros_like(k_val).scatter_add_(-1, writes.first, k_val.masked_fill(~writes.valid, 0))
+    return (
+        k_idx.masked_fill(~writes.kept, -1),
+        weights.masked_fill(~writes.kept, 0),
+        g.masked_fill(~_kept_gates(writes, g.shape[-1]), 0),
+        (writes.valid & ~writes.kept).sum(),
+    )
 
 
 def merge_repeated_backward(k_idx: Tensor, dk_val: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `merge_repeated`'s inputs: every repeat gets its sum's gradient, the first alone its gate's."""
-    own = torch.arange(k_idx.shape[-1], device=k_idx.device)
-    first = first_places(k_idx)
-    valid = k_idx >= 0
-    gate_kept = valid & (first == own) if dg.shape[-1] == k_idx.shape[-1] else valid.any(-1, keepdim=True)
-    return dk_val.gather(-1, first).masked_fill(~valid, 0), dg.masked_fill(~gate_kept, 0)
+    writes = _sort_out(k_idx)
+    return (
+        dk_val.gather(-1, writes.first).masked_fill(~writes.valid, 0),
+        dg.masked_fill(~_kept_gates(writes, dg.shape[-1]), 0),
+    )
 
 
 def repeat_count(device: torch.device) -> Tensor:
@@ -67,13 +88,11 @@ def repeat_count(device: torch.device) -> Tensor:
         return _counts[device]
 
 
-def count_repeated(k_idx: Tensor) -> None:
-    """Adds the repeats among the writes [..., W] to the device's count."""
-    own = torch.arange(k_idx.shape[-1], device=k_idx.device)
-    repeated = ((k_idx >= 0) & (first_places(k_idx) != own)).sum()
-    count = repeat_count(repeated.device)
+def add_repeats(repeats: Tensor) -> None:
+    """Adds a call's number of repeats, as `merge_repeated` returned it, to its device's count."""
+    count = repeat_count(repeats.device)
     with _lock:
-        count.add_(repeated)
+        count.add_(repeats)
 
 
 def repeated_write_slots(reset: bool = True) -> int:

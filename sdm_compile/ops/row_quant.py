@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_float, check_rank
+from .checks import check_devices, check_float, check_rank
 from .layout import empty
 from .registry import register
-from .snapshot import check_mode, check_snapshot, dequantize_rows, empty_snapshot, quantize_rows
+from .snapshot import check_mode, check_snapshot, dequantize_rows, empty_rows, empty_snapshot, quantize_rows
 
 
 def _check_quantize(rows: Tensor, mode: str) -> None:
     check_rank("rows", rows, "[n, D]")
     check_float("rows", rows)
-    check_mode(mode, rows.dtype)
+    check_mode("mode", mode, rows.dtype)
 
 
 def _snapshot_quantize_cpu(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
@@ -41,8 +41,9 @@ snapshot_quantize_op = register(
 def _check_dequantize(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> None:
     check_rank("payload", payload, "[n, D]")
     check_float("rows", empty((0,), payload, dtype))
-    check_mode(mode, dtype)
+    check_mode("mode", mode, dtype)
     check_snapshot("payload", payload, scales, payload.shape[0], empty((0, width), payload, dtype), mode)
+    check_devices(payload=payload, scales=scales)
 
 
 def _snapshot_dequantize_cpu(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
@@ -52,7 +53,7 @@ def _snapshot_dequantize_cpu(payload: Tensor, scales: Tensor, mode: str, width: 
 
 def _snapshot_dequantize_fake(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
     _check_dequantize(payload, scales, mode, width, dtype)
-    return empty((payload.shape[0], width), payload, dtype)
+    return empty_rows(payload, width, dtype)
 
 
 snapshot_dequantize_op = register(

@@ -10,7 +10,8 @@ Before a step overwrites a slot, the raw bank row is kept: the compact snapshot 
 | fp8 | float8_e4m3fn | float32, largest absolute value / 448 |
 | int4 | uint8, two columns per byte, low nibble first, code 8 is zero | float32, largest absolute value / 7 |
 
-This is the one place that decides which layout a call keeps and which stage writes the rows.
+`plan_snapshot` is the one place that decides which layout a call keeps and which stage stores the rows. A route obeys
+it or refuses the call.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ SCALED_MODES = {  # the largest code of each mode that has a scale per row
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Which layout a call keeps, and the stage that writes its rows: "write", "gather", or None for no rows."""
+    """Which layout a call keeps, and the stage that stores its rows: "write", "gather", or None for no rows."""
 
     layout: int
     writer: str | None
 
 
 def plan_snapshot(saving: bool, mode: str, situation: Situation) -> SnapshotPlan:
-    """The table of SPEC section 4: consulted once per call."""
+    """What a forward in this situation keeps: SPEC section 4's table, but for its rows on layout 0 and `recompute`."""
     if not saving:
         return SnapshotPlan(NO_ROWS, None)
     if mode == "none" and situation is Situation.CAPTURING:
@@ -48,12 +49,15 @@ def plan_snapshot(saving: bool, mode: str, situation: Situation) -> SnapshotPlan
     return SnapshotPlan(COMPACT, "write")
 
 
-def check_mode(mode: str, dtype: torch.dtype) -> None:
-    """A mode that this bank dtype can be stored in. Float64 banks, which exist to check gradients, store exact rows."""
-    check_choice("snapshot_quant", mode, SNAPSHOT_MODES)
+def check_mode(name: str, mode: str, dtype: torch.dtype) -> None:
+    """`mode`, the argument called `name`, is one that banks of this dtype can be stored in.
+
+    Float64 banks, which exist to check gradients, store exact rows.
+    """
+    check_choice(name, mode, SNAPSHOT_MODES)
     if dtype == torch.float64 and mode != "none":
         raise UnsupportedConfigurationError(
-            f"snapshot_quant is {mode!r} with a float64 bank; use 'none', or a float32 or bfloat16 bank"
+            f"{name} is {mode!r} with a float64 bank; use 'none', or a float32 or bfloat16 bank"
         )
 
 
@@ -95,9 +99,14 @@ def quantize_rows(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     return payload.copy_(codes[:, ::2] + 16 * codes[:, 1::2]), scales
 
 
+def empty_rows(payload: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Fresh memory for the rows [n, width] that a snapshot's payload stands for."""
+    return empty((payload.shape[0], width), payload, dtype)
+
+
 def dequantize_rows(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
     """The rows [n, width] that a snapshot stands for, on the CPU."""
-    rows = empty((payload.shape[0], width), payload, dtype)
+    rows = empty_rows(payload, width, dtype)
     if mode == "int4":
         codes = torch.stack([payload & 15, payload >> 4], -1).flatten(1)[:, :width]
         return rows.copy_((codes.float() - 8) * scales[:, None])

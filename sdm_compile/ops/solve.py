@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_rank, check_shape
+from .checks import check_devices, check_like, check_rank, check_shape
 from .layout import empty
 from .registry import register
 
@@ -24,6 +24,7 @@ def _check_solve(A: Tensor, QK: Tensor, beta: Tensor) -> None:
     for name, tensor in (("A", A), ("QK", QK), ("beta", beta)):
         if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != A.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; A, QK and beta are all float32 (or all float64)")
+    check_devices(A=A, QK=QK, beta=beta)
 
 
 def _empty_solve_outputs(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,11 +59,22 @@ def _solve_fake(A: Tensor, QK: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     return _empty_solve_outputs(A)
 
 
+def _check_solve_bwd(dX: Tensor, dQX: Tensor, A: Tensor, QK: Tensor, beta: Tensor, X: Tensor) -> None:
+    _check_solve(A, QK, beta)
+    for name, tensor in (("dX", dX), ("dQX", dQX), ("X", X)):
+        check_like(name, tensor, "A", A)
+    check_devices(A=A, dX=dX, dQX=dQX, X=X)
+
+
+def _empty_solve_bwd_outputs(A: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return empty(tuple(A.shape), A), empty(tuple(A.shape), A), empty(tuple(beta.shape), A)
+
+
 def _solve_bwd_cpu(
     dX: Tensor, dQX: Tensor, A: Tensor, QK: Tensor, beta: Tensor, X: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_solve(A, QK, beta)
-    dA, dQK, dbeta = _solve_bwd_fake(dX, dQX, A, QK, beta, X)
+    _check_solve_bwd(dX, dQX, A, QK, beta, X)
+    dA, dQK, dbeta = _empty_solve_bwd_outputs(A, beta)
     dQK.copy_(_matmul(dQX, X.mT)).tril_()
     dX = dX + _matmul(QK.tril().mT, dQX)
     dB = -_matmul(_matmul(X.mT, dX), X.mT).tril(-1)
@@ -74,8 +86,8 @@ def _solve_bwd_cpu(
 def _solve_bwd_fake(
     dX: Tensor, dQX: Tensor, A: Tensor, QK: Tensor, beta: Tensor, X: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_solve(A, QK, beta)
-    return empty(tuple(A.shape), A), empty(tuple(A.shape), A), empty(tuple(beta.shape), A)
+    _check_solve_bwd(dX, dQX, A, QK, beta, X)
+    return _empty_solve_bwd_outputs(A, beta)
 
 
 solve_bwd_op = register(

@@ -16,34 +16,27 @@ import torch
 from torch import Tensor
 
 from .checks import (
+    MAX_CHUNK,
     accumulate_dtype,
     check_chunk_size,
+    check_devices,
     check_float,
     check_ids,
     check_ids_in_bank,
+    check_range,
     check_rank,
     check_shape,
 )
 from .layout import Staged, empty, num_steps
 from .registry import register
-from .repeats import count_repeated, merge_repeated, merge_repeated_backward, repeat_count
+from .repeats import add_repeats, merge_repeated, merge_repeated_backward, repeat_count
 
 _INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
 
 
-def _check_stage_inputs(
-    k_idx: Tensor,
-    k_val: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor,
-    q_idx: Tensor,
-    q_val: Tensor,
-    dtype: torch.dtype,
-    chunk_size: int,
+def _check_inputs(
+    k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
 ) -> None:
-    check_chunk_size(chunk_size)
-    check_float("memory", empty((0,), v, dtype))
     for name, tensor in (("k_val", k_val), ("v", v), ("beta", beta), ("g", g), ("q_val", q_val)):
         check_float(name, tensor)
     for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
@@ -59,6 +52,32 @@ def _check_stage_inputs(
     check_shape("g", g, (*outer, 1 if g.shape[2] == 1 else k_idx.shape[2]), "[P, T, 1] or [P, T, W]")
     check_shape("q_idx", q_idx, (*outer, q_idx.shape[2]), "[P, T, R]")
     check_shape("q_val", q_val, q_idx.shape, "[P, T, R] like q_idx")
+    check_devices(k_idx=k_idx, k_val=k_val, v=v, beta=beta, g=g, q_idx=q_idx, q_val=q_val)
+
+
+def _check_stage_inputs(
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    dtype: torch.dtype,
+    chunk_size: int,
+) -> None:
+    check_chunk_size(chunk_size)
+    check_float("memory", empty((0,), v, dtype))
+    _check_inputs(k_idx, k_val, v, beta, g, q_idx, q_val)
+
+
+def _check_steps(name: str, chunks: Tensor, tokens: int) -> None:
+    """[steps, P, C, *] with as many steps as so many tokens need."""
+    steps, _, chunk, _ = chunks.shape
+    check_range(f"the chunk size (third dimension of {name})", chunk, 1, MAX_CHUNK)
+    if steps != num_steps(tokens, chunk):
+        want = num_steps(tokens, chunk)
+        raise ValueError(f"tokens is {tokens}, which {want} steps of {chunk} hold; {name} has {steps}")
 
 
 def _empty_staged(
@@ -86,11 +105,10 @@ def _to_chunks(out: Tensor, x: Tensor, fill: int) -> Tensor:
     return out.copy_(padded.view(streams, steps, chunk, width).transpose(0, 1))
 
 
-def _from_chunks(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """[steps, P, C, K] to fresh [P, T, K]."""
+def _from_chunks(x: Tensor, tokens: int) -> Tensor:
+    """[steps, P, C, K] as [P, T, K], padding dropped."""
     steps, streams, chunk, width = x.shape
-    rows = x.transpose(0, 1).reshape(streams, steps * chunk, width)[:, :tokens]
-    return empty((streams, tokens, width), x, dtype).copy_(rows)
+    return x.transpose(0, 1).reshape(streams, steps * chunk, width)[:, :tokens]
 
 
 def _stage_inputs_cpu(
@@ -108,10 +126,10 @@ def _stage_inputs_cpu(
 ) -> tuple[Tensor, ...]:
     _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, dtype, chunk_size)
     check_ids_in_bank(num_slots, k_idx=k_idx, q_idx=q_idx)
-    if count_repeats:
-        count_repeated(k_idx)
     accumulate = accumulate_dtype(dtype)
-    ids, weights, gates = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
+    ids, weights, gates, repeats = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
+    if count_repeats:
+        add_repeats(repeats)
     silent = (k_idx < 0).all(-1, keepdim=True)
     no_read = q_idx < 0
     cleaned = (
@@ -169,7 +187,37 @@ def _stage_inputs_fake(
     return _empty_staged(k_idx, v, g, q_idx, dtype, chunk_size)
 
 
-def _empty_stage_inputs_bwd(
+def _check_stage_inputs_bwd(
+    dk_val: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor,
+    dq_val: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+) -> None:
+    """Each gradient may be in the bank's or in the accumulate dtype."""
+    _check_inputs(k_idx, k_val, v, beta, g, q_idx, q_val)
+    check_rank("dk_val", dk_val, "[steps, P, C, W]")
+    _check_steps("dk_val", dk_val, k_idx.shape[1])
+    lead = (dk_val.shape[0], k_idx.shape[0], dk_val.shape[2])
+    grads = (("dk_val", dk_val, k_val), ("dv", dv, v), ("dbeta", dbeta, beta), ("dg", dg, g), ("dq_val", dq_val, q_val))
+    for name, grad, x in grads:
+        check_shape(name, grad, (*lead, x.shape[2]), f"[steps, P, C, *], the shape of the staged {name[1:]}")
+        check_float(name, grad)
+    wide = dv.dtype == torch.float64
+    for name, grad, _ in grads:
+        if (grad.dtype == torch.float64) != wide:
+            raise ValueError(f"{name} has dtype {grad.dtype} and dv {dv.dtype}; float64 is for all of them or for none")
+    check_devices(k_idx=k_idx, dk_val=dk_val, dv=dv, dbeta=dbeta, dg=dg, dq_val=dq_val)
+
+
+def _empty_stage_inputs_bwd_outputs(
     k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_val: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
@@ -195,9 +243,10 @@ def _stage_inputs_bwd_cpu(
     q_idx: Tensor,
     q_val: Tensor,
 ) -> tuple[Tensor, ...]:
+    _check_stage_inputs_bwd(dk_val, dv, dbeta, dg, dq_val, k_idx, k_val, v, beta, g, q_idx, q_val)
     tokens = k_idx.shape[1]
     silent = (k_idx < 0).all(-1, keepdim=True)
-    chunks = (_from_chunks(x, tokens, x.dtype) for x in (dk_val, dv, dbeta, dg, dq_val))
+    chunks = (_from_chunks(x, tokens) for x in (dk_val, dv, dbeta, dg, dq_val))
     dk_val, dv, dbeta, dg, dq_val = chunks
     dk_val, dg = merge_repeated_backward(k_idx, dk_val, dg)
     grads = (
@@ -207,7 +256,7 @@ def _stage_inputs_bwd_cpu(
         dg,
         dq_val.masked_fill(q_idx < 0, 0),
     )
-    outs = _empty_stage_inputs_bwd(k_val, v, beta, g, q_val)
+    outs = _empty_stage_inputs_bwd_outputs(k_val, v, beta, g, q_val)
     return tuple(out.copy_(grad) for out, grad in zip(outs, grads, strict=True))
 
 
@@ -225,7 +274,8 @@ def _stage_inputs_bwd_fake(
     q_idx: Tensor,
     q_val: Tensor,
 ) -> tuple[Tensor, ...]:
-    return _empty_stage_inputs_bwd(k_val, v, beta, g, q_val)
+    _check_stage_inputs_bwd(dk_val, dv, dbeta, dg, dq_val, k_idx, k_val, v, beta, g, q_idx, q_val)
+    return _empty_stage_inputs_bwd_outputs(k_val, v, beta, g, q_val)
 
 
 stage_inputs_bwd_op = register(
@@ -261,39 +311,51 @@ stage_inputs_op = register(
 def _check_unstage(readings: Tensor, tokens: int) -> None:
     check_rank("readings", readings, "[steps, P, C, D]")
     check_float("readings", readings)
-    steps, _, chunk, _ = readings.shape
-    if steps != num_steps(tokens, chunk):
-        want = num_steps(tokens, chunk)
-        raise ValueError(f"tokens is {tokens}, which {want} steps of {chunk} hold; readings has {steps}")
+    _check_steps("readings", readings, tokens)
+
+
+def _empty_unstage_output(readings: Tensor, tokens: int) -> Tensor:
+    return empty((readings.shape[1], tokens, readings.shape[3]), readings)
 
 
 def _unstage_readings_cpu(readings: Tensor, tokens: int) -> Tensor:
     _check_unstage(readings, tokens)
-    return _from_chunks(readings, tokens, readings.dtype)
+    return _empty_unstage_output(readings, tokens).copy_(_from_chunks(readings, tokens))
 
 
 def _unstage_readings_cuda(readings: Tensor, tokens: int) -> Tensor:
     from .staging_kernels import launch_unstage_readings
 
-    out = _unstage_readings_fake(readings, tokens)
+    _check_unstage(readings, tokens)
+    out = _empty_unstage_output(readings, tokens)
     launch_unstage_readings(readings.contiguous(), out)
     return out
 
 
 def _unstage_readings_fake(readings: Tensor, tokens: int) -> Tensor:
     _check_unstage(readings, tokens)
-    return empty((readings.shape[1], tokens, readings.shape[3]), readings)
+    return _empty_unstage_output(readings, tokens)
+
+
+def _check_unstage_bwd(dreadings: Tensor, chunk_size: int) -> None:
+    check_chunk_size(chunk_size)
+    check_rank("dreadings", dreadings, "[P, T, D]")
+    check_float("dreadings", dreadings)
+
+
+def _empty_unstage_bwd_output(dreadings: Tensor, chunk_size: int) -> Tensor:
+    streams, tokens, width = dreadings.shape
+    return empty((num_steps(tokens, chunk_size), streams, chunk_size, width), dreadings)
 
 
 def _unstage_readings_bwd_cpu(dreadings: Tensor, chunk_size: int) -> Tensor:
-    return _to_chunks(_unstage_readings_bwd_fake(dreadings, chunk_size), dreadings, 0)
+    _check_unstage_bwd(dreadings, chunk_size)
+    return _to_chunks(_empty_unstage_bwd_output(dreadings, chunk_size), dreadings, 0)
 
 
 def _unstage_readings_bwd_fake(dreadings: Tensor, chunk_size: int) -> Tensor:
-    check_chunk_size(chunk_size)
-    check_rank("dreadings", dreadings, "[P, T, D]")
-    streams, tokens, width = dreadings.shape
-    return empty((num_steps(tokens, chunk_size), streams, chunk_size, width), dreadings)
+    _check_unstage_bwd(dreadings, chunk_size)
+    return _empty_unstage_bwd_output(dreadings, chunk_size)
 
 
 unstage_readings_bwd_op = register(

@@ -12,6 +12,13 @@ from .layout import Staged
 
 
 @triton.jit
+def _load_ids(p_ids, mask, num_slots):
+    """Slot ids as int32, -1 for every one that is no row of the bank."""
+    ids = tl.load(p_ids, mask=mask, other=-1).to(tl.int64)
+    return tl.where((ids < 0) | (ids >= num_slots), -1, ids).to(tl.int32)
+
+
+@triton.jit
 def _stage_token_kernel(
     p_k_idx,
     p_k_val,
@@ -34,9 +41,9 @@ def _stage_token_kernel(
     s_kp,
     s_kt,
     s_kw,
-    s_vp,
-    s_vt,
-    s_vw,
+    s_kvp,
+    s_kvt,
+    s_kvw,
     s_bp,
     s_bt,
     s_gp,
@@ -45,9 +52,9 @@ def _stage_token_kernel(
     s_qp,
     s_qt,
     s_qr,
-    s_up,
-    s_ut,
-    s_ur,
+    s_qvp,
+    s_qvt,
+    s_qvr,
     C: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
@@ -57,6 +64,7 @@ def _stage_token_kernel(
     BX: tl.constexpr,
     COUNT: tl.constexpr,
 ):
+    """One token. s_k: strides of k_idx, s_kv of k_val, s_b of beta, s_g of g, s_q of q_idx, s_qv of q_val."""
     i = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)  # step * streams + stream, within the slab
     p = chunk % streams
@@ -67,14 +75,13 @@ def _stage_token_kernel(
     dtype = p_k_val_out.dtype.element_ty
     o_w = tl.arange(0, BW)
     m_w = o_w < W
-    ids = tl.load(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, mask=o_w < w_here, other=-1).to(tl.int64)
-    ids = tl.where((ids < 0) | (ids >= num_slots), -1, ids).to(tl.int32)
+    ids = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, o_w < w_here, num_slots)
     held = ids >= 0
-    val = tl.load(p_k_val + p * s_vp + t * s_vt + o_w * s_vw, mask=(o_w < w_here) & held, other=0.0)
+    val = tl.load(p_k_val + p * s_kvp + t * s_kvt + o_w * s_kvw, mask=(o_w < w_here) & held, other=0.0)
     weight = val.to(dtype).to(tl.float32)
     first = o_w
-    after = tl.load(p_k_idx + p * s_kp + t * s_kt + (o_w + 1) * s_kw, mask=o_w + 1 < w_here, other=num_slots)
-    if tl.min(tl.where(ids < after, 1, tl.where(o_w < w_here, 0, 1)), axis=0) == 0:
+    after = _load_ids(p_k_idx + p * s_kp + t * s_kt + (o_w + 1) * s_kw, o_w + 1 < w_here, num_slots)
+    if tl.min(tl.where((ids < after) | (o_w + 1 >= w_here), 1, 0), axis=0) == 0:
         # Not in ascending order, as a top-k gives them, so slots may repeat: the first write of the same slot, and the
         # sum of its weights, over blocks of BX writes.
         first = tl.full([BW], W, tl.int32)
@@ -82,9 +89,9 @@ def _stage_token_kernel(
         for x in tl.static_range(0, W, BX):
             o_x = x + tl.arange(0, BX)
             m_x = o_x < w_here
-            ids_x = tl.load(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, mask=m_x, other=-1).to(tl.int64)
-            val_x = tl.load(p_k_val + p * s_vp + t * s_vt + o_x * s_vw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
-            same = held[:, None] & (ids_x.to(tl.int32)[None, :] == ids[:, None]) & (ids_x >= 0)[None, :]
+            ids_x = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, m_x, num_slots)
+            val_x = tl.load(p_k_val + p * s_kvp + t * s_kvt + o_x * s_kvw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
+            same = held[:, None] & (ids_x[None, :] == ids[:, None])
             first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
             weight += tl.sum(tl.where(same, val_x[None, :], 0.0), axis=1)
     kept = held & (first == o_w)
@@ -106,10 +113,10 @@ def _stage_token_kernel(
             tl.atomic_add(p_repeats, repeats)
     o_r = tl.arange(0, BR)
     m_r = o_r < R
-    ids = tl.load(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, mask=o_r < r_here, other=-1).to(tl.int64)
-    read = (ids >= 0) & (ids < num_slots)
-    val = tl.load(p_q_val + p * s_up + t * s_ut + o_r * s_ur, mask=m_r & read, other=0.0)
-    tl.store(p_q_idx_out + row * R + o_r, tl.where(read, ids, -1).to(tl.int32), mask=m_r)
+    ids = _load_ids(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, o_r < r_here, num_slots)
+    read = ids >= 0
+    val = tl.load(p_q_val + p * s_qvp + t * s_qvt + o_r * s_qvr, mask=m_r & read, other=0.0)
+    tl.store(p_q_idx_out + row * R + o_r, ids, mask=m_r)
     tl.store(p_q_val_out + row * R + o_r, val.to(dtype), mask=m_r)
 
 

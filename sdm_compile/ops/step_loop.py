@@ -9,7 +9,7 @@ so that every stage of every step is a node of the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,19 +38,57 @@ def couple(staged: Staged) -> Coupled:
     return Coupled(fields, *solve(fields.A, fields.QK, staged.beta))
 
 
+class Stages(Protocol):
+    """The stages of a step, each working on what the ones before it left."""
+
+    def gather(self, step: int) -> None: ...
+
+    def dual_matmul(self, step: int) -> None: ...
+
+    def write(self, step: int) -> None: ...
+
+
+def run_in_order(stages: Stages, steps: int) -> None:
+    """The step loop itself, whatever its stages are: registered ops, or kernel launches."""
+    for step in range(steps):
+        stages.gather(step)
+        stages.dual_matmul(step)
+        stages.write(step)
+
+
+class _OpStages:
+    """The stages as registered ops."""
+
+    def __init__(self, bank: Tensor, staged: Staged, coupled: Coupled, write: Write) -> None:
+        fields = coupled.fields
+        self.bank, self._write = bank, write
+        self._rows = _by_step(staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w)
+        self._matrices = _by_step(coupled.X, coupled.QX, staged.v, staged.beta)
+        self._groups = _by_step(*(getattr(fields, name) for name in StepGroups._fields))
+        self.retrieved: list[Tensor] = []
+        self.readings: list[Tensor] = []
+
+    def gather(self, step: int) -> None:
+        retrieved, self._inter = token_gather(self.bank, *self._rows[step])
+        self.retrieved.append(retrieved)
+
+    def dual_matmul(self, step: int) -> None:
+        X, QX, v, beta = self._matrices[step]
+        self._delta, reading = dual_matmul(X, QX, v, beta, self.retrieved[step], self._inter)
+        self.readings.append(reading)
+
+    def write(self, step: int) -> None:
+        self.bank = self._write(step, self.bank, self._delta, StepGroups(*self._groups[step]))
+
+
+def _by_step(*fields: Tensor) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(field.unbind(0) for field in fields), strict=True))
+
+
 def run_steps(bank: Tensor, staged: Staged, coupled: Coupled, write: Write) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs every step in order: the final bank, the readings and the retrieved rows, both [steps, P, C, D]."""
-    fields = coupled.fields
-    gathers = zip(*(x.unbind(0) for x in (staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w)), strict=True)
-    matmuls = zip(*(x.unbind(0) for x in (coupled.X, coupled.QX, staged.v, staged.beta)), strict=True)
-    writes = zip(*(getattr(fields, name).unbind(0) for name in StepGroups._fields), strict=True)
-    readings, retrieved_rows = [], []
-    for step, (rows, (X, QX, v, beta), groups) in enumerate(zip(gathers, matmuls, writes, strict=True)):
-        retrieved, inter = token_gather(bank, *rows)
-        delta, reading = dual_matmul(X, QX, v, beta, retrieved, inter)
-        bank = write(step, bank, delta, StepGroups(*groups))
-        readings.append(reading)
-        retrieved_rows.append(retrieved)
-    if not readings:
+    """Runs every step over the registered ops: the final bank, the readings and the retrieved rows [steps, P, C, D]."""
+    stages = _OpStages(bank, staged, coupled, write)
+    run_in_order(stages, staged.k_idx.shape[0])
+    if not stages.readings:
         return bank, torch.empty_like(staged.v), torch.empty_like(staged.v, dtype=staged.beta.dtype)
-    return bank, torch.stack(readings), torch.stack(retrieved_rows)
+    return stages.bank, torch.stack(stages.readings), torch.stack(stages.retrieved)

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype, check_float, check_ids_in_bank, check_rank, check_shape
+from .checks import (
+    accumulate_dtype,
+    check_devices,
+    check_dtype,
+    check_float,
+    check_ids_in_bank,
+    check_rank,
+    check_shape,
+    check_staged_ids,
+)
 from .layout import empty, empty_gradients, wanted_gradients
 from .registry import register
 from .rows import add_rows_, row_dots, weighted_rows
@@ -30,10 +39,9 @@ def _check_token_gather(bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tenso
         check_rank(name, ids, layout)
         check_shape(name, ids, (*k_idx.shape[:2], ids.shape[2]), layout)
         check_shape(weight_name, weights, ids.shape, f"{layout} like {name}")
-        if ids.dtype != torch.int32:
-            raise ValueError(f"{name} has dtype {ids.dtype}; staged ids are int32")
-        if weights.dtype != dtype:
-            raise ValueError(f"{weight_name} has dtype {weights.dtype}; with a {bank.dtype} bank it is {dtype}")
+        check_staged_ids(name, ids)
+        check_dtype(weight_name, weights, dtype, f"with a {bank.dtype} bank")
+    check_devices(bank=bank, k_idx=k_idx, k_eff=k_eff, q_idx=q_idx, q_w=q_w)
 
 
 def _empty_token_gather_outputs(bank: Tensor, k_idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +79,23 @@ def _token_gather_fake(
     return _empty_token_gather_outputs(bank, k_idx)
 
 
+def _check_token_gather_bwd(
+    dretrieved: Tensor, dinter: Tensor, bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
+) -> None:
+    _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
+    for name, grad in (("dretrieved", dretrieved), ("dinter", dinter)):
+        check_shape(name, grad, (*k_idx.shape[:2], bank.shape[1]), "[P, C, D]")
+        check_dtype(name, grad, accumulate_dtype(bank.dtype), f"with a {bank.dtype} bank")
+    check_devices(bank=bank, dretrieved=dretrieved, dinter=dinter)
+
+
+def _empty_token_gather_bwd_outputs(
+    bank: Tensor, k_eff: Tensor, q_w: Tensor, mask: list[bool]
+) -> tuple[Tensor, ...]:
+    """dbank, dk_eff, dq_w."""
+    return empty_gradients((bank, k_eff, q_w), mask)
+
+
 def _token_gather_bwd_cpu(
     dretrieved: Tensor,
     dinter: Tensor,
@@ -81,8 +106,8 @@ def _token_gather_bwd_cpu(
     q_w: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
-    dbank, dk_eff, dq_w = empty_gradients((bank, k_eff, q_w), mask)
+    _check_token_gather_bwd(dretrieved, dinter, bank, k_idx, k_eff, q_idx, q_w)
+    dbank, dk_eff, dq_w = _empty_token_gather_bwd_outputs(bank, k_eff, q_w, mask)
     if mask[0]:
         sums = torch.zeros(bank.shape, dtype=k_eff.dtype)
         add_rows_(sums, k_idx, k_eff, dretrieved)
@@ -105,8 +130,8 @@ def _token_gather_bwd_fake(
     q_w: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
-    return empty_gradients((bank, k_eff, q_w), mask)
+    _check_token_gather_bwd(dretrieved, dinter, bank, k_idx, k_eff, q_idx, q_w)
+    return _empty_token_gather_bwd_outputs(bank, k_eff, q_w, mask)
 
 
 token_gather_bwd_op = register(

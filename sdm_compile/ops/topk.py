@@ -55,7 +55,7 @@ def _check_topk_bwd(dvalues: Tensor, indices: Tensor, factors: Sequence[int]) ->
     if dvalues.dim() < 1:
         raise ValueError("dvalues has no dimensions; expected [..., k]")
     check_shape("indices", indices, dvalues.shape, "the shape of dvalues")
-    check_devices(dvalues.device, indices=indices)
+    check_devices(dvalues=dvalues, indices=indices)
 
 
 def _check_factors(factors: Sequence[int]) -> int:

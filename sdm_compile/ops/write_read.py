@@ -18,6 +18,10 @@ from .checks import (
     accumulate_dtype,
     check_chunk_size,
     check_contiguous_bank,
+    check_devices,
+    check_dtype,
+    check_like,
+    check_shape,
     check_token_inputs,
 )
 from .decay_write import decay_write, decay_write_
@@ -35,10 +39,15 @@ Inputs = Sequence[Tensor]
 """k_idx, k_val, v, beta, g, q_idx, q_val."""
 
 
-def _check_write_read(memory: Tensor, inputs: Inputs, chunk_size: int) -> None:
+def _check_write_read(memory: Tensor, inputs: Inputs, chunk_size: int, bank: str = "memory") -> None:
+    """`bank` is the argument that `memory` is."""
     check_chunk_size(chunk_size)
     k_idx, k_val, v, beta, g, q_idx, q_val = inputs
-    check_token_inputs(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    check_token_inputs(memory, k_idx, k_val, v, beta, g, q_idx, q_val, bank=bank)
+
+
+def _empty_bank(memory: Tensor) -> Tensor:
+    return empty(tuple(memory.shape), memory)
 
 
 def _empty_readings(memory: Tensor, k_idx: Tensor) -> Tensor:
@@ -110,9 +119,14 @@ def _forward_cpu(
     op: str, bank: Tensor, inputs: Inputs, chunk_size: int, snapshot: tuple[Tensor, Tensor] | None, mode: str
 ) -> tuple[Tensor, Tensor, Coupled]:
     """Advances `bank` over all steps: readings [P, T, D], the retrieved rows, and what Phase 1 and the solve made."""
+    plan = plan_snapshot(snapshot is not None, mode, current_situation(bank.device))
+    if plan.writer not in (None, "write"):
+        raise UnsupportedConfigurationError(
+            f"the {plan.writer} stage would store this call's snapshot, which it does not do on {bank.device.type}; "
+            "call without a gradient, or outside a graph capture"
+        )
     staged = stage_inputs(*inputs, num_slots=bank.shape[0], dtype=bank.dtype, chunk_size=chunk_size)
     coupled = couple(staged)
-    plan = plan_snapshot(snapshot is not None, mode, current_situation(bank.device))
     rows_per_step = coupled.fields.group_slot[:1].numel()
 
     def write(step: int, bank: Tensor, delta: Tensor, groups: StepGroups) -> Tensor:
@@ -129,7 +143,7 @@ def _forward_cpu(
 def _write_read_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *inputs, chunk_size = args
     _check_write_read(memory, inputs, chunk_size)
-    bank = memory.clone(memory_format=torch.contiguous_format)
+    bank = _empty_bank(memory).copy_(memory)
     readings, _, _ = _forward_cpu("write_read", bank, inputs, chunk_size, None, "none")
     return readings, bank
 
@@ -137,7 +151,7 @@ def _write_read_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _write_read_cuda(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *inputs, chunk_size = args
     _check_write_read(memory, inputs, chunk_size)
-    bank = memory.clone(memory_format=torch.contiguous_format)
+    bank = _empty_bank(memory).copy_(memory)
     return _advance_cuda("write_read", bank, inputs, chunk_size), bank
 
 
@@ -154,7 +168,7 @@ def _advance_cuda(op: str, bank: Tensor, inputs: Inputs, chunk_size: int) -> Ten
 def _write_read_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *inputs, chunk_size = args
     _check_write_read(memory, inputs, chunk_size)
-    return _empty_readings(memory, inputs[0]), empty(tuple(memory.shape), memory)
+    return _empty_readings(memory, inputs[0]), _empty_bank(memory)
 
 
 def _write_read_in_place_cpu(memory: Tensor, *args: Any) -> Tensor:
@@ -181,8 +195,8 @@ def _write_read_in_place_fake(memory: Tensor, *args: Any) -> Tensor:
 def _write_read_save_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     _check_write_read(memory, inputs, chunk_size)
-    check_mode(mode, memory.dtype)
-    bank = memory.clone(memory_format=torch.contiguous_format)
+    check_mode("snapshot_quant", mode, memory.dtype)
+    bank = _empty_bank(memory).copy_(memory)
     snapshot = _empty_call_snapshot(memory, inputs[0], chunk_size, mode)
     for tensor in snapshot:
         tensor.zero_()  # rows of unused groups are outputs too, and every output is reproducible
@@ -193,9 +207,33 @@ def _write_read_save_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _write_read_save_fake(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     _check_write_read(memory, inputs, chunk_size)
-    check_mode(mode, memory.dtype)
+    check_mode("snapshot_quant", mode, memory.dtype)
     saved = _empty_saved(memory, inputs[0], inputs[5], chunk_size, mode)
-    return _empty_readings(memory, inputs[0]), empty(tuple(memory.shape), memory), *saved
+    return _empty_readings(memory, inputs[0]), _empty_bank(memory), *saved
+
+
+def _check_write_read_bwd(
+    dreadings: Tensor | None,
+    dfinal: Tensor | None,
+    final_memory: Tensor,
+    inputs: Inputs,
+    saved: Saved,
+    chunk_size: int,
+    mode: str,
+) -> None:
+    _check_write_read(final_memory, inputs, chunk_size, "final_memory")
+    check_mode("snapshot_quant", mode, final_memory.dtype)
+    k_idx, _, v, _, _, q_idx, _ = inputs
+    if dreadings is not None:
+        check_shape("dreadings", dreadings, v.shape, "[P, T, D]")
+        check_dtype("dreadings", dreadings, final_memory.dtype, "like final_memory")
+    if dfinal is not None:
+        check_like("dfinal", dfinal, "final_memory", final_memory)
+    form = _empty_saved(final_memory.new_empty(final_memory.shape, device="meta"), k_idx, q_idx, chunk_size, mode)
+    for name, tensor in saved._asdict().items():
+        check_shape(name, tensor, getattr(form, name).shape, "the shape that write_read_save returned")
+        check_dtype(name, tensor, getattr(form, name).dtype, "from write_read_save")
+    check_devices(final_memory=final_memory, dreadings=dreadings, dfinal=dfinal, **saved._asdict())
 
 
 def _empty_gradients(final_memory: Tensor, inputs: Inputs, mask: list[bool]) -> tuple[Tensor, ...]:
@@ -208,6 +246,8 @@ def _write_read_bwd_cpu(
 ) -> tuple[Tensor, ...]:
     inputs, saved = args[:7], Saved(*args[7:-4])
     chunk_size, mode, grad_bank_fp32, mask = args[-4:]
+    _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
+    outs = _empty_gradients(final_memory, inputs, mask)
     staged = stage_inputs(
         *inputs, num_slots=final_memory.shape[0], dtype=final_memory.dtype, chunk_size=chunk_size, count_repeats=False
     )
@@ -217,13 +257,16 @@ def _write_read_bwd_cpu(
     )
     plan = plan_snapshot(True, mode, current_situation(final_memory.device))
     _record("backward", "write_read_bwd", final_memory, inputs, chunk_size, plan)
-    return tuple(grad if wanted else grad.new_empty(0) for grad, wanted in zip(grads, mask, strict=True))
+    return tuple(out.copy_(grad) if wanted else out for out, grad, wanted in zip(outs, grads, mask, strict=True))
 
 
 def _write_read_bwd_fake(
     dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    return _empty_gradients(final_memory, args[:7], args[-1])
+    inputs, saved = args[:7], Saved(*args[7:-4])
+    chunk_size, mode, _, mask = args[-4:]
+    _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
+    return _empty_gradients(final_memory, inputs, mask)
 
 
 write_read_bwd_op = register(
@@ -283,7 +326,7 @@ def _write_read_composite(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (memory, *inputs)):
         readings, final, *_ = write_read_save_op(memory, *inputs, chunk_size, snapshot_quant, grad_bank_fp32)
         return readings, final
-    check_mode(snapshot_quant, memory.dtype)
+    check_mode("snapshot_quant", snapshot_quant, memory.dtype)
     return write_read_op(memory, *inputs, chunk_size)
 
 

@@ -7,12 +7,13 @@ single step would exceed the bound runs in groups of streams. Neither changes a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .decay_write_kernels import launch_decay_write, write_warps
 from .dual_matmul_kernels import launch_lower_matmul
@@ -23,6 +24,7 @@ from .repeats import repeat_count
 from .situation import Situation, current_situation
 from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
+from .step_loop import run_in_order
 from .token_gather_kernels import launch_token_gather
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
@@ -64,12 +66,6 @@ class Slab(NamedTuple):
     delta: Tensor  # [P, C, D] float32
 
 
-def step_bytes(chunk: int, writes: int, reads: int, head_dim: int, element: int) -> int:
-    """Working memory of one stream's step, for a bank of `element` bytes: what `_empty_slab` allocates."""
-    per_token = head_dim * (8 + element) + reads * (8 + element) + writes * (60 + element) + 16 * chunk
-    return chunk * per_token
-
-
 def _empty_slab(like: Tensor, shape: Shape) -> Slab:
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
@@ -94,6 +90,45 @@ def _empty_slab(like: Tensor, shape: Shape) -> Slab:
         inter=make((*lead, shape.head_dim), dtype=torch.float32),
         delta=make((*lead[1:], shape.head_dim), dtype=torch.float32),
     )
+
+
+def step_bytes(like: Tensor, shape: Shape) -> int:
+    """Working memory of one step of a slab of this shape."""
+    slab = _empty_slab(like.new_empty(0, device="meta"), replace(shape, steps=1))
+    return sum(x.numel() * x.element_size() for x in tree_leaves(slab))
+
+
+class _SlabStages:
+    """The stages of a slab's steps as launches. With a table the bank's address comes from there."""
+
+    def __init__(self, bank: Tensor, table: Tensor | None, slab: Slab, shape: Shape) -> None:
+        self.bank, self.table, self.slab = bank, table, slab
+        by_step = (shape.steps, shape.streams, shape.chunk * shape.writes)
+        self.first_weight, self.first_token = (
+            x.view(by_step) for x in (slab.scratch.first_weight, slab.scratch.first_token)
+        )
+        warps = write_warps(shape.streams, shape.chunk, shape.writes, shape.head_dim)
+        self.early = launches_early(bank.device, shape.chunk, warps)
+
+    def gather(self, step: int) -> None:
+        slab, staged, fields = self.slab, self.slab.staged, self.slab.fields
+        launch_token_gather(
+            self.bank,
+            self.table,
+            *(staged.k_idx[step], fields.k_eff[step], staged.q_idx[step], fields.q_w[step]),
+            residual=(staged.v[step], staged.beta[step]),
+            retrieved=slab.u[step],
+            inter=slab.inter[step],
+        )
+
+    def dual_matmul(self, step: int) -> None:
+        slab = self.slab
+        launch_lower_matmul(slab.X[step], slab.u[step], slab.delta, self.bank.dtype, early=self.early)
+
+    def write(self, step: int) -> None:
+        groups = StepGroups(*(getattr(self.slab.fields, name)[step] for name in StepGroups._fields))
+        first = (self.first_weight[step], self.first_token[step])
+        launch_decay_write(self.bank, self.table, self.slab.delta, groups, first, early=self.early)
 
 
 class _SlabLoop:
@@ -121,24 +156,7 @@ class _SlabLoop:
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
-        staged, fields, bank = slab.staged, slab.fields, self.bank
-        by_step = (self.signature.steps, *fields.order.shape[1:])
-        first_weight, first_token = slab.scratch.first_weight.view(by_step), slab.scratch.first_token.view(by_step)
-        shape = self.signature
-        warps = write_warps(shape.streams, shape.chunk, shape.writes, shape.head_dim)
-        early = launches_early(bank.device, shape.chunk, warps)
-        for s in range(self.signature.steps):
-            launch_token_gather(
-                bank,
-                table,
-                *(staged.k_idx[s], fields.k_eff[s], staged.q_idx[s], fields.q_w[s]),
-                residual=(staged.v[s], staged.beta[s]),
-                retrieved=slab.u[s],
-                inter=slab.inter[s],
-            )
-            launch_lower_matmul(slab.X[s], slab.u[s], slab.delta, bank.dtype, early=early)
-            groups = StepGroups(*(getattr(fields, name)[s] for name in StepGroups._fields))
-            launch_decay_write(bank, table, slab.delta, groups, (first_weight[s], first_token[s]), early=early)
+        run_in_order(_SlabStages(self.bank, table, slab, self.signature), self.signature.steps)
 
     def read(self, slab: Slab) -> None:
         launch_lower_matmul(
@@ -153,38 +171,36 @@ class _SlabLoop:
 
 def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> None:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing."""
-    streams, tokens, writes = inputs[0].shape
+    k_idx, _, _, _, g, q_idx, _ = inputs
+    streams, tokens, writes = k_idx.shape
     if not streams or not tokens:
         return
-    each = step_bytes(chunk_size, writes, inputs[5].shape[2], bank.shape[1], bank.element_size())
-    limit = working_bytes(bank, streams) // 2
-    group = max(1, min(streams, limit // each))
+    shape = Shape(
+        *(1, 1, chunk_size, writes, q_idx.shape[2], g.shape[2], bank.shape[1], bank.shape[0], bank.dtype),
+        precision=torch.get_float32_matmul_precision(),
+    )
+    limit = working_bytes(bank, streams) // 2 // step_bytes(bank, shape)  # steps of one stream
+    group = max(1, min(streams, limit))
     # A bank at an odd address would need kernels of its own in every captured loop.
     plain = current_situation(bank.device) is Situation.CAPTURING or bank.data_ptr() % 16 != 0
     for p in range(0, streams, group):
         part = tuple(x[p : p + group] for x in inputs)
-        most = max(1, min(SLAB_STEPS, limit // (each * part[0].shape[0])))
-        loops = _slab_loops(bank, part, chunk_size, readings[p : p + group], most)
+        count = part[0].shape[0]
+        slab_shape = replace(shape, steps=max(1, min(SLAB_STEPS, limit // count)), streams=count)
+        loops = _slab_loops(bank, part, readings[p : p + group], slab_shape)
         if plain:
             run_plainly(loops, bank)
         else:
             replay(loops, bank)
 
 
-def _slab_loops(
-    bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor, most: int
-) -> list[_SlabLoop]:
-    """The slabs of a call, of `most` steps; a short rest is padded to a half, a quarter and so on of that."""
-    streams, tokens, writes = inputs[0].shape
-    reads, gates, (num_slots, width) = inputs[5].shape[2], inputs[4].shape[2], bank.shape
-    precision = torch.get_float32_matmul_precision()
-    loops, first, left = [], 0, num_steps(tokens, chunk_size)
+def _slab_loops(bank: Tensor, inputs: Sequence[Tensor], readings: Tensor, shape: Shape) -> list[_SlabLoop]:
+    """A call's slabs of this shape; a short rest is padded to a half, a quarter and so on of its steps."""
+    loops, first, left = [], 0, num_steps(inputs[0].shape[1], shape.chunk)
     while left > 0:
-        steps = most
-        while steps // 2 >= left:
-            steps //= 2
-        shape = Shape(steps, streams, chunk_size, writes, reads, gates, width, num_slots, bank.dtype, precision)
-        loops.append(_SlabLoop(bank, inputs, readings, shape, first * chunk_size))
-        first += steps
-        left -= steps
+        while shape.steps // 2 >= left:
+            shape = replace(shape, steps=shape.steps // 2)
+        loops.append(_SlabLoop(bank, inputs, readings, shape, first * shape.chunk))
+        first += shape.steps
+        left -= shape.steps
     return loops

@@ -165,3 +165,13 @@ def test_inductor(mode):
                 expected_after, expected = run(layer, layer, piece, expected_after)
                 assert_same(actual, expected, 1e-5)
     assert torch.equal(layer.memory, memory)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_a_default_device(mode):
+    layer = make_layer(normalize_readings=True)
+    x = torch.randn(2, 9, 12)
+    with torch.device("cpu"), MODES[mode]():
+        y, after = compiled(layer)[0](x)
+        expected, expected_after = layer(x)
+    assert_same([y.detach(), after.bank.detach()], [expected.detach(), expected_after.bank.detach()], 1e-6)

@@ -557,3 +557,11 @@ def test_the_dense_limit_is_gated_delta_net(width):
     expected = gradients(layer, (expected_y, expected_bank), [x])
     for name, gradient in gradients(layer, (y, state.bank), [x]).items():
         assert_same(gradient, expected[name])
+
+
+def test_a_refused_state_leaves_the_layer_as_it_was():
+    layer = make_layer(query_batchnorm=True).train()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(ValueError, match="bank has shape"):
+        layer(torch.randn(2, 5, layer.config.dim), layer.init_state(3))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())

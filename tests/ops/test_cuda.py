@@ -20,17 +20,20 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _has_cuda(case: OpCase) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"sdm::{case.op}", "CUDA")
+def _runs_on_cuda(sample: Sample, dtype: torch.dtype) -> bool:
+    """Float64 is for the CPU, and so are, so far, snapshots."""
+    args = sample.args(dtype)
+    saves = len(args) > 8 and isinstance(args[7], Tensor) and args[7].dim() == 2 and isinstance(args[-1], str)
+    return not saves and not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
 
 
 SAMPLES = [
     pytest.param(case, sample, dtype, id=f"{case.op}-{sample.name}-{str(dtype)[6:]}")
     for case in CASES
-    if _has_cuda(case)
+    if case.registered.on_cuda
     for sample in case.samples
     for dtype in DTYPES
-    if dtype in sample.dtypes
+    if dtype in sample.dtypes and _runs_on_cuda(sample, dtype)
 ]
 
 
@@ -46,7 +49,7 @@ def exactly(args: Any) -> list[Tensor]:
 def test_values_and_bits(case: OpCase, sample: Sample, dtype: torch.dtype) -> None:
     args = sample.args(dtype)
     got = case.run(on_gpu(args))
-    assert_close([x.cpu() for x in got], case.expected(args), case.tolerance_dtype(dtype))
+    assert_close([x.cpu() for x in got], case.expected(args), dtype)  # the matmuls of a bfloat16 bank may be TF32
     for _ in range(3):
         assert_same_bits(case.run(on_gpu(args)), got)
 

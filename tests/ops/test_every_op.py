@@ -34,8 +34,8 @@ from tests.harness import (
 from tests.samples import CASES
 
 FORMULAS = [case for case in CASES if case.registered.differentiable]
-FORWARDS = [case for case in CASES if not case.op.endswith("_bwd")]  # backward ops only get what these accepted
 IN_PLACE = [case for case in CASES if case.registered.mutated]
+SEVERAL = [c for c in CASES if sum("Tensor" in str(a.type) for a in c.registered.overload._schema.arguments) > 1]
 EDGES = ("every edge at once", "every edge at once, int4", "no streams", "no rows")  # samples unlike the first two
 
 
@@ -60,14 +60,19 @@ def first(case: OpCase) -> Sequence[Sample]:
 def refusal(case: OpCase, args: Sequence[Any], error: type[Exception]) -> str:
     """What the kernel and the fake kernel say, both before anything is written."""
     mode, fakes = as_fakes(args)
-    before = [x.clone() for x in args if isinstance(x, Tensor)]
+    with_values = [x for x in args if isinstance(x, Tensor) and not x.is_meta]
+    before = [x.clone() for x in with_values]
     with pytest.raises(error) as real:
         case(*args)
     with mode, pytest.raises(error) as fake:
         case(*fakes)
     assert str(real.value) == str(fake.value)
-    assert_same_bits([x for x in args if isinstance(x, Tensor)], before)
+    assert_same_bits(with_values, before)
     return str(real.value)
+
+
+def argument_name(case: OpCase, position: int) -> str:
+    return case.registered.overload._schema.arguments[position].name
 
 
 def outputs_with_gradient(case: OpCase, args: Sequence[Any]) -> list[Tensor]:
@@ -139,7 +144,7 @@ def test_autocast_changes_nothing(case: OpCase, sample: Sample) -> None:
         assert_same_bits(case.run(args), expected)
 
 
-@each(FORWARDS, first)
+@each(CASES, first)
 def test_float16_is_refused(case: OpCase, sample: Sample) -> None:
     """All at once and of each argument alone."""
 
@@ -150,15 +155,37 @@ def test_float16_is_refused(case: OpCase, sample: Sample) -> None:
 
     args = sample.args(torch.float32)
     # The solve knows float32 and float64 alone, whatever the bank is.
-    error = ValueError if case.op == "solve" else UnsupportedConfigurationError
+    error = ValueError if case.op in ("solve", "solve_bwd") else UnsupportedConfigurationError
     assert "float16" in refusal(case, [halved(x) for x in args], error)
     for i in float_positions(args):
         one = [halved(x) if j == i else x for j, x in enumerate(args)]
-        name = case.registered.overload._schema.arguments[i].name
-        assert refusal(case, one, ValueError).startswith(f"{name} has dtype torch.float16")
+        assert refusal(case, one, ValueError).startswith(f"{argument_name(case, i)} has dtype torch.float16")
 
 
-@each([case for case in FORWARDS if case.op != "product_key_topk"], first)  # its scores have any leading dimensions
+@each(CASES, first)
+def test_ids_of_another_dtype_are_refused(case: OpCase, sample: Sample) -> None:
+    """Whoever takes int32 in these samples takes nothing else: int64 is for a caller's ids."""
+    for i, x in enumerate(sample.args(torch.float32)):
+        if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64):
+            for dtype in (torch.int16, torch.int64) if x.dtype == torch.int32 else (torch.int16,):
+                args = sample.args(torch.float32)
+                args[i] = x.to(dtype)
+                assert refusal(case, args, ValueError).startswith(f"{argument_name(case, i)} has dtype {dtype}")
+
+
+@each(SEVERAL, first)
+def test_a_tensor_on_another_device_is_refused(case: OpCase, sample: Sample) -> None:
+    """By its name, or by those of another and of itself where it is the one that the others are measured by."""
+    for i, x in enumerate(sample.args(torch.float32)):
+        if isinstance(x, Tensor):
+            args = sample.args(torch.float32)
+            args[i] = x.to("meta")
+            message, name = refusal(case, args, ValueError), argument_name(case, i)
+            if not message.startswith(f"{name} is on meta; expected cpu, where "):
+                assert message.endswith(f" is on cpu; expected meta, where {name} is")
+
+
+@each([case for case in CASES if case.op != "product_key_topk"], first)  # its scores have any leading dimensions
 def test_a_dimension_too_many_is_refused(case: OpCase, sample: Sample) -> None:
     for i, x in enumerate(sample.args(torch.float32)):
         if isinstance(x, Tensor):
@@ -167,7 +194,7 @@ def test_a_dimension_too_many_is_refused(case: OpCase, sample: Sample) -> None:
             refusal(case, args, ValueError)
 
 
-@each(FORWARDS, first)
+@each(CASES, first)
 def test_kernel_and_fake_refuse_the_same(case: OpCase, sample: Sample) -> None:
     """One element less along any dimension of an argument: what is legal for one is legal for the other."""
     for i, x in enumerate(sample.args(torch.float32)):

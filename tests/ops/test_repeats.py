@@ -6,7 +6,11 @@ import threading
 
 import torch
 
-from sdm_compile.ops.repeats import count_repeated, first_places, repeated_write_slots
+from sdm_compile.ops.repeats import add_repeats, first_places, merge_repeated, repeated_write_slots
+
+
+def count_repeated(k_idx: torch.Tensor) -> None:
+    add_repeats(merge_repeated(k_idx, torch.ones(k_idx.shape), torch.zeros(*k_idx.shape[:-1], 1))[-1])
 
 
 def test_first_places() -> None:

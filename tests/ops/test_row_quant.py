@@ -85,9 +85,9 @@ def test_bf16_of_a_bfloat16_bank_is_none() -> None:
 
 def test_a_float64_bank_is_stored_as_it_is_or_not_at_all() -> None:
     for mode in ("bf16", "fp8", "int4"):
-        with pytest.raises(UnsupportedConfigurationError, match=f"snapshot_quant is '{mode}' with a float64 bank"):
+        with pytest.raises(UnsupportedConfigurationError, match=f"mode is '{mode}' with a float64 bank"):
             snapshot_quantize(rows(4).double(), mode)
-        with pytest.raises(UnsupportedConfigurationError, match=f"snapshot_quant is '{mode}' with a float64 bank"):
+        with pytest.raises(UnsupportedConfigurationError, match=f"mode is '{mode}' with a float64 bank"):
             snapshot_dequantize(*snapshot_quantize(rows(4), mode), mode, 4, torch.float64)
 
 
@@ -101,5 +101,5 @@ def test_a_payload_of_another_form_is_refused() -> None:
         snapshot_dequantize(payload, scales[1:], "int4", 5, torch.float32)
     with pytest.raises(ValueError, match=r"scales has dtype torch\.float64"):
         snapshot_dequantize(payload, scales.double(), "int4", 5, torch.float32)
-    with pytest.raises(ValueError, match="snapshot_quant is 'int8'; choose one of 'none', 'bf16', 'fp8', 'int4'"):
+    with pytest.raises(ValueError, match="mode is 'int8'; choose one of 'none', 'bf16', 'fp8', 'int4'"):
         snapshot_quantize(rows(5), "int8")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from sdm_compile import UnsupportedConfigurationError, repeated_write_slots
+from sdm_compile.ops import write_read
 from sdm_compile.ops.situation import Situation
 from sdm_compile.ops.snapshot import SnapshotPlan, plan_snapshot
+from tests.cases import TANGLED
 
 TABLE = [
     # saving, mode, situation: layout, writer
@@ -26,3 +30,12 @@ TABLE = [
 @pytest.mark.parametrize(("saving", "mode", "situation", "layout", "writer"), TABLE)
 def test_plan(saving: bool, mode: str, situation: Situation, layout: int, writer: str | None) -> None:
     assert plan_snapshot(saving, mode, situation) == SnapshotPlan(layout, writer)
+
+
+def test_a_route_refuses_a_writer_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_read, "plan_snapshot", lambda *_: SnapshotPlan(2, "gather"))
+    repeated_write_slots()
+    inputs = TANGLED.make(torch.float32).requiring_grad()
+    with pytest.raises(UnsupportedConfigurationError, match="the gather stage would store"):
+        write_read.sdm_write_read(*inputs, chunk_size=TANGLED.chunk_size)
+    assert repeated_write_slots() == 0

@@ -377,6 +377,12 @@ BACKWARD_ERRORS = [
     ("int32 indices", torch.zeros(2, 3), torch.zeros(2, 3).int(), "indices has dtype torch.int32"),
     ("another shape", torch.zeros(2, 3), torch.zeros(2, 4).long(), r"indices has shape \(2, 4\)"),
     ("no dimension", torch.zeros(()), torch.zeros(()).long(), "dvalues has no dimensions"),
+    (
+        "another device",
+        torch.zeros(2, 3),
+        torch.zeros(2, 3, device="meta").long(),
+        "indices is on meta; expected cpu, where dvalues is",
+    ),
 ]
 
 

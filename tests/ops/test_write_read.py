@@ -609,6 +609,24 @@ def scalar_loss(inputs: Inputs, **settings: Any) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["composite", "traced"])
+def test_func_levels_nest(traced: bool) -> None:
+    """A level outside differentiates too: to first order it gets its gradient, to second order it raises."""
+    inputs = RAGGED.make(torch.float64)
+    one = torch.ones((), dtype=torch.float64)
+
+    def loss(v: Tensor) -> Tensor:
+        return sdm_write_read(*inputs._replace(v=v), chunk_size=RAGGED.chunk_size, trace_steps=traced)[0].sin().sum()
+
+    inside, outside = inputs.v.clone().requires_grad_(), inputs.v.clone().requires_grad_()
+    _, value = torch.func.grad_and_value(lambda scale: loss(inside * scale))(one)
+    value.backward()
+    loss(outside).backward()
+    assert_close(inside.grad, outside.grad)
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        torch.func.grad(torch.func.grad(lambda scale: loss(inputs.v * scale)))(one)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["composite", "traced"])
 def test_func_grad_and_vjp(traced: bool) -> None:
     inputs = RAGGED.make(F64)
     expected = values_and_gradients(call(RAGGED, trace_steps=traced), inputs)

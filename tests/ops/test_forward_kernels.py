@@ -1,0 +1,191 @@
+"""The forward's kernels without a GPU: their values in Triton's interpreter, and a cubin for every architecture.
+
+The interpreter has to be chosen before Triton is imported, so that these tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdm_compile import repeated_write_slots, sdm_write_read
+from sdm_compile.ops import decay_write, dual_matmul, phase1, solve, staging, token_gather
+from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
+from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
+from tests.samples import CASES
+
+triton = pytest.importorskip("triton")
+from sdm_compile.ops import (  # noqa: E402
+    decay_write_kernels,
+    dual_matmul_kernels,
+    phase1_kernels,
+    solve_kernels,
+    staging_kernels,
+    token_gather_kernels,
+)
+from sdm_compile.ops.layout import StepGroups  # noqa: E402
+from sdm_compile.ops.write_read_cuda import Shape, _slab_loops  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+ON_CUDA: dict[str, Callable[..., Any]] = {
+    "stage_inputs": staging._stage_inputs_cuda,
+    "unstage_readings": staging._unstage_readings_cuda,
+    "phase1": phase1._phase1_cuda,
+    "solve": solve._solve_cuda,
+    "token_gather": token_gather._token_gather_cuda,
+    "dual_matmul": dual_matmul._dual_matmul_cuda,
+    "decay_write": decay_write._decay_write_cuda,
+}
+
+
+def test_in_a_process_of_its_own() -> None:
+    if INTERPRETED or torch.cuda.is_available():  # on a GPU, tests/ops/test_cuda.py runs the kernels themselves
+        return
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(
+    ("case", "sample"),
+    [
+        pytest.param(case, sample, id=f"{case.op}-{sample.name}")
+        for case in CASES
+        if case.op in ON_CUDA
+        for sample in case.samples
+        if torch.float32 in sample.dtypes and "dtypes" not in sample.name
+    ],
+)
+def test_stage(case: OpCase, sample: Sample) -> None:
+    args = sample.args(torch.float32)
+    assert_close(tensors(ON_CUDA[case.op](*args)), case.expected(args))
+
+
+def write_read(case: Case, inputs: list[Tensor], steps: int) -> tuple[Tensor, Tensor]:
+    """What a call does on CUDA, in slabs of so many steps, one launch after the other."""
+    memory, *inputs = inputs
+    bank = memory.clone()
+    readings = torch.full((case.streams, case.tokens, case.head_dim), float("nan"), dtype=bank.dtype)
+    gates = inputs[4].shape[2]
+    sizes = (steps, case.streams, case.chunk_size, case.writes, case.reads, gates, case.head_dim, bank.shape[0])
+    for loop in _slab_loops(bank, inputs, readings, Shape(*sizes, bank.dtype, precision="highest")):
+        slab = loop.make_memory()
+        loop.stage(slab)
+        loop.couple(slab)
+        loop.steps(slab, None)
+        loop.read(slab)
+    return readings, bank
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("case", [RAGGED, TANGLED, SIGNED, replace(REUSE, tokens=21)], ids=lambda case: case.name)
+def test_call(case: Case) -> None:
+    inputs = list(case.make(torch.float32))
+    repeated_write_slots()
+    expected = sdm_write_read(*inputs, chunk_size=case.chunk_size)
+    repeats = repeated_write_slots()
+    got = write_read(case, inputs, steps=4)
+    assert repeated_write_slots() == repeats
+    assert_close(got, expected)
+    assert_same_bits(write_read(case, inputs, steps=1), got)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(
+    ("ids", "kept", "repeats"),
+    [
+        ([7, 2**32 + 5, 5, 3], [7, -1, 5, 3], 0),
+        ([5, 11, 5, 9], [5, -1, -1, 9], 1),
+        ([2, 3, 5, 10], [2, 3, 5, -1], 0),
+        ([-4, 3, -1, 3], [-1, 3, -1, -1], 1),
+    ],
+)
+def test_ids_that_are_no_rows(ids: list[int], kept: list[int], repeats: int) -> None:
+    repeated_write_slots()
+    k_idx, weights = torch.tensor(ids).view(1, 1, 4), torch.ones(1, 1, 4)
+    one = torch.ones(1, 1, 1)
+    staged = staging._stage_inputs_cuda(k_idx, weights, one, one, one, k_idx, weights, 10, torch.float32, 1, True)
+    assert staged[0].flatten().tolist() == kept
+    assert repeated_write_slots() == repeats
+
+
+class Recorder:
+    """Stands for a kernel, and keeps what it would be launched with."""
+
+    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+}
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: kwargs[name] for name in ("num_warps", "enable_fp_fusion") if name in kwargs}
+    options |= {"launch_pdl": True} if kwargs.get("launch_pdl") else {}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    signature = {
+        name: TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
+        for name, value in values.items()
+        if name in kernel.arg_names
+    } | dict.fromkeys(constant, "constexpr")
+    source = ASTSource(kernel, signature, {name: values[name] for name in constant})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@compiled
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    kernels = set()
+    modules = (
+        *(staging_kernels, phase1_kernels, solve_kernels),
+        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels),
+    )
+    for module in modules:
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction):
+                kernels.add(kernel)
+                monkeypatch.setattr(module, name, Recorder(kernel, launches))
+    case = replace(RAGGED, chunk_size=32, tokens=40, writes=20, write_gates=dtype == torch.float32)
+    inputs = list(case.make(dtype))
+    write_read(case, inputs, steps=1)
+    staging_kernels.launch_unstage_readings(torch.empty(2, 3, 4, 5), torch.empty(3, 7, 5))
+    if capability >= 90:
+        X, u, table = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim), torch.empty(1, dtype=torch.int64)
+        ids = [torch.empty(2, 640 + more, dtype=torch.int32) for more in (0, 1, 0)]
+        groups = StepGroups(torch.empty(2, 32, 20), torch.empty(2, 640), *ids)
+        dual_matmul_kernels.launch_lower_matmul(X, u, u, dtype, early=True)
+        decay_write_kernels.launch_decay_write(inputs[0], table, u, groups, None, early=True)
+    assert {kernel for kernel, _, _ in launches} == kernels
+    for kernel, args, kwargs in launches:
+        assert compile_launch(kernel, args, kwargs, capability).asm["cubin"]
