@@ -151,8 +151,8 @@ def table(rows: list[dict[str, object]]) -> str:
     names = [name for name in max(rows, key=len) if name != "ratio"]
     lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
     for row in rows:
-        cells = ("wrong values" if "wrong" in row else "") if "wrong" in row else ""
-        lines.append("| " + " | ".join(str(row.get(name, cells)) for name in names) + " |")
+        missing = "wrong values" if "wrong" in row else ""
+        lines.append("| " + " | ".join(str(row.get(name, missing)) for name in names) + " |")
     return "\n".join(lines)
 
 

@@ -54,11 +54,12 @@ def _decode_step_cpu(
     v = v.to(dtype).to(accumulate).masked_fill(silent, 0)
     beta = beta.to(accumulate).masked_fill(silent, 0)
     rows = load_rows(memory, ids, accumulate) * gates.exp().unsqueeze(-1)
+    q_weights = q_val.to(dtype).to(accumulate, copy=True)  # before the write: it may lie in the bank
     delta = beta * (v - (weights * rows).sum(-2))
     rows += weights * delta.unsqueeze(-2)
     keep = ids >= 0
     store_rows_(memory, ids[keep], rows[keep])
-    readings.copy_(weighted_rows(memory, q_idx, q_val.to(dtype).to(accumulate)))
+    readings.copy_(weighted_rows(memory, q_idx, q_weights))
     record("decode", _dispatch("cpu", memory, k_idx, q_idx))
     return readings
 

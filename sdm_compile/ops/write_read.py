@@ -99,7 +99,7 @@ def _record(kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int,
         kind,
         Dispatch(
             op=op,
-            route=memory.device.type,
+            route="triton" if memory.is_cuda else "cpu",
             situation=current_situation(memory.device),
             layout=plan.layout,
             writer=plan.writer,
