@@ -5,9 +5,6 @@ The interpreter has to be chosen before Triton is imported, so that these tests 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,27 +16,18 @@ from torch import Tensor
 from sdm_compile import repeated_write_slots, sdm_decode_step
 from tests.cases import CASES, FLOATS, RAGGED, TANGLED, Case, Inputs
 from tests.harness import assert_close, assert_same_bits
+from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops.decode_kernels import DecodeConfig, _decode_step_kernel, launch_decode_step  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 NAN = float("nan")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 every_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
 
 def test_in_a_process_of_its_own() -> None:
-    if INTERPRETED:
-        return
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(__file__)
 
 
 def one_token(inputs: Inputs, t: int = 0) -> Inputs:
@@ -213,7 +201,7 @@ def test_the_gate_of_a_repeat_reaches_nothing() -> None:
     assert_same_bits(step(inputs), expected)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@without_the_interpreter
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("bank, ids, gates", [("bf16", "i64", False), ("fp32", "i32", True)])
 def test_it_compiles_without_a_gpu(capability: int, bank: str, ids: str, gates: bool) -> None:

@@ -5,9 +5,6 @@ The interpreter has to be chosen before Triton is imported, so that these tests 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +17,7 @@ from sdm_compile import repeated_write_slots, sdm_write_read
 from sdm_compile.ops import decay_write, dual_matmul, phase1, solve, staging, token_gather
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
+from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 from tests.samples import CASES
 
 triton = pytest.importorskip("triton")
@@ -34,10 +32,6 @@ from sdm_compile.ops import (  # noqa: E402
 from sdm_compile.ops.layout import StepGroups  # noqa: E402
 from sdm_compile.ops.write_read_cuda import Shape, _slab_loops  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
-compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-
 ON_CUDA: dict[str, Callable[..., Any]] = {
     "stage_inputs": staging._stage_inputs_cuda,
     "unstage_readings": staging._unstage_readings_cuda,
@@ -50,15 +44,7 @@ ON_CUDA: dict[str, Callable[..., Any]] = {
 
 
 def test_in_a_process_of_its_own() -> None:
-    if INTERPRETED or torch.cuda.is_available():  # on a GPU, tests/ops/test_cuda.py runs the kernels themselves
-        return
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(__file__)
 
 
 @in_the_interpreter
@@ -161,7 +147,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@compiled
+@without_the_interpreter
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

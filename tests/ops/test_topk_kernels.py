@@ -5,9 +5,6 @@ The interpreter has to be chosen before Triton is imported, so that these tests 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +15,7 @@ from torch import Tensor
 
 from sdm_compile.ops.topk import product_key_topk
 from tests.harness import assert_same_bits
+from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops import topk_kernels  # noqa: E402
@@ -32,21 +30,11 @@ from sdm_compile.ops.topk_kernels import (  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 every_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
 
 def test_in_a_process_of_its_own() -> None:
-    if INTERPRETED:
-        return
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(__file__)
 
 
 def drawn(choices: Sequence[float], rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -178,7 +166,7 @@ def test_backward_is_the_cpu_kernel_exactly(factors: tuple[int, ...], k: int, dt
     assert_same_bits([got], [torch.ops.sdm.product_key_topk_bwd(gradient, ids, list(factors))])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@without_the_interpreter
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
     fold = {"WIDTH": 32, "OFFSET": 16, "N0": 16, "N1": 16, "BN0": 16, "BN1": 16, "k": 9, "ROOT": 3, "COUNT": 9, "K": 16}
