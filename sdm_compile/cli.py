@@ -201,12 +201,14 @@ def _train(args: argparse.Namespace) -> int:
         return INTERRUPTED
     end_bits = evaluate(model, corpus.validation, config.batch, config.length)
 
+    if not math.isfinite(end_bits):
+        raise SystemExit(f"error: the run diverged: {end_bits} validation bits/byte; try a lower --lr")
     print(f"checkpoint: {path}\nsample:")
     stream = generate(model, forward, SAMPLE_PROMPT.encode(), temperature=0.8, top_p=0.95, seed=config.seed)
     decode_speed = _show(SAMPLE_PROMPT, islice(stream, args.sample), TextStream())
 
     differences = decode_differences(model, forward, corpus.validation[:CHECKED_TOKENS])
-    beyond = int((differences > DECODE_TOLERANCE).sum())
+    beyond = int((~(differences <= DECODE_TOLERANCE)).sum())  # NaN is beyond it too
     equal = beyond <= NEAR_TIES * len(differences)
     print(
         f"decode {'equals' if equal else 'DIFFERS FROM'} full forward: largest difference {differences.max():.1e}, "
@@ -277,6 +279,8 @@ def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_
             began = time.perf_counter()
             loss = trainer.train_step(forward, corpus).item()
             seconds.append(time.perf_counter() - began)
+            if not math.isfinite(loss):  # before anything is saved over an earlier checkpoint
+                raise SystemExit(f"error: the loss is {loss} at step {trainer.step}; try a lower --lr")
             bar.set_postfix_str(f"{loss / math.log(2):.2f} bits/byte", refresh=False)
             bar.update()
             if trainer.step % save_every == 0:

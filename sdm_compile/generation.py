@@ -99,17 +99,17 @@ class TextStream:
 
 @torch.no_grad()
 def decode_differences(model: LanguageModel, forward: Forward, tokens: Tensor) -> Tensor:
-    """Largest difference of log-probabilities between decoding and the full forward, for each of tokens [N]: [N].
+    """Largest difference of log-probabilities between decoding and the full forward, per decoded token: [N - N // 2].
 
-    The first half is prefilled in one call, the rest decoded one token at a time.
+    The first half of tokens [N] is prefilled in one call, the rest decoded one token at a time.
     """
     tokens = tokens.long().to(model.embedding.weight.device)[None]
     half = tokens.shape[1] // 2
     full, _ = model(tokens)
-    prefilled, state = model(tokens[:, :half], model.init_state(1))
-    parts = [prefilled]
+    _, state = model(tokens[:, :half], model.init_state(1))
+    parts = []
     for i in range(half, tokens.shape[1]):
         logits, state = forward(tokens[:, i : i + 1], state)
         parts.append(logits.clone())
     decoded = torch.cat(parts, dim=1)
-    return (decoded.float().log_softmax(-1) - full.float().log_softmax(-1)).abs().amax(-1)[0]
+    return (decoded.float().log_softmax(-1) - full[:, half:].float().log_softmax(-1)).abs().amax(-1)[0]

@@ -82,9 +82,16 @@ def test_train_fails_where_decoding_differs(
     differences[:5] = 0.01
     assert main(settings(text, tmp_path / "run")) == 0
     assert "decode equals full forward: largest difference 1.0e-02, 5 of 100" in capfd.readouterr().out
+    differences[:6] = float("nan")
+    assert main(settings(text, tmp_path / "run")) == 1
     differences[:6] = 0.01
     assert main(settings(text, tmp_path / "run")) == 1
     assert "decode DIFFERS FROM full forward" in capfd.readouterr().out
+
+
+def test_a_diverged_run_fails(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"the loss is|diverged"):
+        main([*settings(text, tmp_path / "run"), "--lr", "1e30"])
 
 
 @pytest.mark.parametrize("moment", ["forward", "optimizer", "evaluation"])

@@ -331,7 +331,7 @@ def test_text_stream() -> None:
 
 def test_decode_differences(model: LanguageModel) -> None:
     tokens = torch.randint(256, (30,), dtype=torch.uint8)
-    assert decode_differences(model, model, tokens).shape == (30,)
+    assert decode_differences(model, model, tokens).shape == (15,)
     assert decode_differences(model, model, tokens).max() < 1e-6
 
     def forgetful(token: torch.Tensor, state: LMState) -> tuple[torch.Tensor, LMState]:
@@ -339,7 +339,7 @@ def test_decode_differences(model: LanguageModel) -> None:
         return logits, state
 
     differences = decode_differences(model, forgetful, tokens)
-    assert differences[:15].max() < 1e-6 < 1e-3 < differences[15:].min()
+    assert differences.min() > 1e-3
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sdm_compile import sdm_decode_step, sdm_write_read, sdm_write_read_
+from sdm_compile.machine import why_not_compile
 from tests.bad_inputs import BAD_INPUTS, BadInput
 from tests.cases import RAGGED, TANGLED, Case, Inputs, values_and_gradients
 from tests.harness import assert_same_bits
@@ -61,6 +62,7 @@ def test_training_some_inputs() -> None:
     assert_same_bits(grads[0], grads[1])
 
 
+@pytest.mark.skipif(why_not_compile() is not None, reason=str(why_not_compile()))
 def test_segments_chain_inside_one_graph() -> None:
     """The final bank of one call is the bank of the next, with ordinary operations between."""
 

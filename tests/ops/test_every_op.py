@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
+from sdm_compile.machine import why_not_compile
 from sdm_compile.ops.checks import UnsupportedConfigurationError
 from tests.harness import (
     DTYPES,
@@ -425,6 +426,7 @@ def test_one_dynamic_graph_serves_other_sizes(case: OpCase) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(why_not_compile() is not None, reason=str(why_not_compile()))
 @pytest.mark.parametrize("op", ["decay_write", "decay_write_", "phase1", "snapshot_dequantize"])
 @torch._inductor.config.patch(fx_graph_cache=False)  # its key does not hold what a fake kernel returns
 def test_compiles_through_inductor(op: str) -> None:

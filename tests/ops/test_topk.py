@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sdm_compile import reference
+from sdm_compile.machine import why_not_compile
 from sdm_compile.ops import topk
 from sdm_compile.ops.checks import UnsupportedConfigurationError
 from sdm_compile.ops.topk import product_key_topk
@@ -20,6 +21,7 @@ from sdm_compile.ops.topk import product_key_topk
 FORWARD = torch.ops.sdm.product_key_topk.default
 BACKWARD = torch.ops.sdm.product_key_topk_bwd.default
 NAN, INF = float("nan"), float("inf")
+
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ def test_compiles_whole(dynamic: bool) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(why_not_compile() is not None, reason=str(why_not_compile()))
 def test_compiles_through_inductor() -> None:
     torch._dynamo.reset()
 
