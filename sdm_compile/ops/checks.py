@@ -98,6 +98,42 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
 
 
+def check_inputs(
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+    head_dim: int | None = None,
+    lead: str = "P, T",
+) -> None:
+    """What every op requires of a call's inputs but the bank; `lead` names their leading dimensions.
+
+    `head_dim` is the bank's; None: whatever v has.
+    """
+    for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
+        check_ids(name, ids)
+        if lead == "P, T":
+            check_rank(name, ids, "[P, T, W]" if name == "k_idx" else "[P, T, R]")
+        elif ids.dim() == 0:
+            raise ValueError(f"{name} is a scalar; expected [{lead}, {'W' if name == 'k_idx' else 'R'}]")
+    writes, reads = k_idx.shape[-1], q_idx.shape[-1]
+    check_range("the number of writes W (last dimension of k_idx)", writes, 1, MAX_WIDTH)
+    check_range("the number of reads R (last dimension of q_idx)", reads, 1, MAX_WIDTH)
+    outer = tuple(k_idx.shape[:-1])
+    check_shape("k_val", k_val, (*outer, writes), f"[{lead}, W] like k_idx")
+    check_shape("v", v, (*outer, v.shape[-1] if head_dim is None else head_dim), f"[{lead}, D]")
+    check_shape("beta", beta, (*outer, 1), f"[{lead}, 1]")
+    one_gate = g.dim() == len(outer) + 1 and g.shape[-1] == 1
+    check_shape("g", g, (*outer, 1 if one_gate else writes), f"[{lead}, 1] or [{lead}, W]")
+    check_shape("q_idx", q_idx, (*outer, reads), f"[{lead}, R] with k_idx's leading dimensions")
+    check_shape("q_val", q_val, (*outer, reads), f"[{lead}, R] like q_idx")
+    for name, tensor in (("k_val", k_val), ("v", v), ("beta", beta), ("g", g), ("q_val", q_val)):
+        check_float(name, tensor)
+
+
 def check_token_inputs(
     memory: Tensor,
     k_idx: Tensor,
@@ -110,35 +146,12 @@ def check_token_inputs(
     lead: str = "P, T",
     bank: str = "memory",
 ) -> None:
-    """What every op that takes a call's inputs requires of them.
-
-    `lead` names the leading dimensions in messages, and `bank` the argument that `memory` is.
-    """
+    """`check_inputs`, and what every op requires of their bank, the argument called `bank`."""
     check_rank(bank, memory, "[num_slots, D]")
     check_float(bank, memory)
-    for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
-        check_ids(name, ids)
-        if lead == "P, T":
-            check_rank(name, ids, "[P, T, W]" if name == "k_idx" else "[P, T, R]")
-        elif ids.dim() == 0:
-            raise ValueError(f"{name} is a scalar; expected [{lead}, {'W' if name == 'k_idx' else 'R'}]")
-    writes, reads = k_idx.shape[-1], q_idx.shape[-1]
-    check_range("the number of writes W (last dimension of k_idx)", writes, 1, MAX_WIDTH)
-    check_range("the number of reads R (last dimension of q_idx)", reads, 1, MAX_WIDTH)
     check_range(f"head_dim D (last dimension of {bank})", memory.shape[1], 1, 2**20)
     check_range(f"the number of slots (first dimension of {bank})", memory.shape[0], 0, 2**31 - 1)
-    outer = tuple(k_idx.shape[:-1])
-    check_shape("k_val", k_val, (*outer, writes), f"[{lead}, W] like k_idx")
-    check_shape("v", v, (*outer, memory.shape[1]), f"[{lead}, D]")
-    check_shape("beta", beta, (*outer, 1), f"[{lead}, 1]")
-    if g.dim() != len(outer) + 1 or g.shape[-1] != 1:
-        check_shape("g", g, (*outer, writes), f"[{lead}, 1] or [{lead}, W]")
-    else:
-        check_shape("g", g, (*outer, 1), f"[{lead}, 1] or [{lead}, W]")
-    check_shape("q_idx", q_idx, (*outer, reads), f"[{lead}, R] with k_idx's leading dimensions")
-    check_shape("q_val", q_val, (*outer, reads), f"[{lead}, R] like q_idx")
-    for name, tensor in (("k_val", k_val), ("v", v), ("beta", beta), ("g", g), ("q_val", q_val)):
-        check_float(name, tensor)
+    check_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, memory.shape[1], lead)
     check_devices(**{bank: memory}, k_idx=k_idx, k_val=k_val, v=v, beta=beta, g=g, q_idx=q_idx, q_val=q_val)
 
 

@@ -211,7 +211,7 @@ class DecodeConfig:
             min(triton.next_power_of_2(n), max(8, triton.next_power_of_2(n) // 8)) for n in (writes, reads)
         )
         # Measured on an H200, us per step as graph replay (W = R = 64, 1024 columns of bfloat16): 2 streams 2.08 with
-        # pieces of 32 bytes, 2.33 and more with 64; 16 streams 3.33 with 128 bytes, two warps and the early read, 5.64
+        # pieces of 32 bytes, 2.22 and more with 64; 16 streams 3.33 with 128 bytes, two warps and the early read, 5.64
         # with 32 bytes; 64 streams 5.9 with 128 bytes, one warp and no early read, 7.2 with two and the early read; 256
         # streams 32.4, and 36.2 likewise.
         row_bytes = streams * head_dim * element

@@ -161,7 +161,7 @@ def dual_matmul(
     """delta and readings. Equivalent code: `u = beta * (v - retrieved); X @ u, QX @ u + inter`.
 
     Args:
-        X, QX: [P, C, C] from the solve.
+        X, QX: [P, C, C] from the solve, lower triangular.
         v: [P, C, D] staged values, bank dtype. beta: [P, C, 1].
         retrieved, inter: [P, C, D] from the gather.
     Returns:

@@ -50,6 +50,28 @@ class Staged(NamedTuple):
     q_val: Tensor  # [steps, P, C, R] bank dtype
 
 
+def empty_staged(
+    lead: tuple[int, int, int],
+    writes: int,
+    reads: int,
+    gates: int,
+    head_dim: int,
+    like: Tensor,
+    dtype: torch.dtype,
+    accumulate: torch.dtype,
+) -> Staged:
+    """Fresh `Staged` for `lead` = (steps, P, C) and a bank of `dtype`."""
+    return Staged(
+        k_idx=empty((*lead, writes), like, torch.int32),
+        k_val=empty((*lead, writes), like, dtype),
+        v=empty((*lead, head_dim), like, dtype),
+        beta=empty((*lead, 1), like, accumulate),
+        g=empty((*lead, gates), like, accumulate),
+        q_idx=empty((*lead, reads), like, torch.int32),
+        q_val=empty((*lead, reads), like, dtype),
+    )
+
+
 class ChunkFields(NamedTuple):
     """What Phase 1 makes of every chunk; float fields in the accumulate dtype.
 

@@ -107,10 +107,9 @@ def _groups_kernel(
     entries,
     W: tl.constexpr,
     TILES: tl.constexpr,
-    FIRST: tl.constexpr,
     B: tl.constexpr,
 ):
-    """One chunk. FIRST: also store each group's first weight and token beside its ordinal."""
+    """One chunk. Each group's first weight and token are stored beside its ordinal as well."""
     chunk = tl.program_id(0).to(tl.int64)
     p_keys += chunk * entries
     p_weight += chunk * entries
@@ -173,9 +172,8 @@ def _groups_kernel(
         first = held & (slot != (before >> 32))
         ordinal = ordinal_end - tl.cumsum(first.to(tl.int32), 0)
         tl.store(p_group_decay + ordinal, tl.exp(gate + later), mask=first)
-        if FIRST:
-            tl.store(p_first_weight + ordinal, write_w, mask=first)
-            tl.store(p_first_token + ordinal, entry // W, mask=first)
+        tl.store(p_first_weight + ordinal, write_w, mask=first)
+        tl.store(p_first_token + ordinal, entry // W, mask=first)
         ordinal_end -= tl.sum(first.to(tl.int32), 0)
 
 
@@ -380,7 +378,6 @@ def launch_phase1(
         entries,
         W=writes,
         TILES=triton.cdiv(entries, config.scan),
-        FIRST=True,
         B=config.scan,
         num_warps=config.scan_warps,
         enable_fp_fusion=True,

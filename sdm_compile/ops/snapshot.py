@@ -27,9 +27,7 @@ from .situation import Situation
 
 COMPACT, NO_ROWS = 2, 4
 SNAPSHOT_MODES = ("none", "bf16", "fp8", "int4")
-SCALED_MODES = {  # the largest code of each mode that has a scale per row
-    "fp8": 448.0, "int4": 7.0,
-}
+SCALED_MODES = {"fp8": 448.0, "int4": 7.0}  # the largest code of each mode that has a scale per row
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from .checks import (
     check_chunk_size,
     check_devices,
     check_float,
-    check_ids,
     check_ids_in_bank,
+    check_inputs,
     check_range,
     check_rank,
     check_shape,
 )
-from .layout import Staged, empty, num_steps
+from .layout import Staged, empty, empty_staged, num_steps
 from .registry import register
 from .repeats import add_repeats, merge_repeated, merge_repeated_backward, repeat_count
 
@@ -37,21 +37,8 @@ _INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q
 def _check_inputs(
     k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
 ) -> None:
-    for name, tensor in (("k_val", k_val), ("v", v), ("beta", beta), ("g", g), ("q_val", q_val)):
-        check_float(name, tensor)
-    for name, ids in (("k_idx", k_idx), ("q_idx", q_idx)):
-        check_ids(name, ids)
-    check_rank("k_idx", k_idx, "[P, T, W]")
     check_rank("v", v, "[P, T, D]")
-    check_rank("q_idx", q_idx, "[P, T, R]")
-    outer = k_idx.shape[:2]
-    check_shape("k_val", k_val, k_idx.shape, "[P, T, W] like k_idx")
-    check_shape("v", v, (*outer, v.shape[2]), "[P, T, D]")
-    check_shape("beta", beta, (*outer, 1), "[P, T, 1]")
-    check_rank("g", g, "[P, T, 1 or W]")
-    check_shape("g", g, (*outer, 1 if g.shape[2] == 1 else k_idx.shape[2]), "[P, T, 1] or [P, T, W]")
-    check_shape("q_idx", q_idx, (*outer, q_idx.shape[2]), "[P, T, R]")
-    check_shape("q_val", q_val, q_idx.shape, "[P, T, R] like q_idx")
+    check_inputs(k_idx, k_val, v, beta, g, q_idx, q_val)
     check_devices(k_idx=k_idx, k_val=k_val, v=v, beta=beta, g=g, q_idx=q_idx, q_val=q_val)
 
 
@@ -80,21 +67,12 @@ def _check_steps(name: str, chunks: Tensor, tokens: int) -> None:
         raise ValueError(f"tokens is {tokens}, which {want} steps of {chunk} hold; {name} has {steps}")
 
 
-def _empty_staged(
+def _empty_stage_inputs_outputs(
     k_idx: Tensor, v: Tensor, g: Tensor, q_idx: Tensor, dtype: torch.dtype, chunk_size: int
-) -> tuple[Tensor, ...]:
+) -> Staged:
     streams, tokens, writes = k_idx.shape
     lead = (num_steps(tokens, chunk_size), streams, chunk_size)
-    reads, accumulate = q_idx.shape[2], accumulate_dtype(dtype)
-    return (
-        empty((*lead, writes), v, torch.int32),
-        empty((*lead, writes), v, dtype),
-        empty((*lead, v.shape[2]), v, dtype),
-        empty((*lead, 1), v, accumulate),
-        empty((*lead, g.shape[2]), v, accumulate),
-        empty((*lead, reads), v, torch.int32),
-        empty((*lead, reads), v, dtype),
-    )
+    return empty_staged(lead, writes, q_idx.shape[2], g.shape[2], v.shape[2], v, dtype, accumulate_dtype(dtype))
 
 
 def _to_chunks(out: Tensor, x: Tensor, fill: int) -> Tensor:
@@ -141,7 +119,7 @@ def _stage_inputs_cpu(
         q_idx.masked_fill(no_read, -1),
         q_val.masked_fill(no_read, 0),
     )
-    outs = _empty_staged(k_idx, v, g, q_idx, dtype, chunk_size)
+    outs = _empty_stage_inputs_outputs(k_idx, v, g, q_idx, dtype, chunk_size)
     for out, x in zip(outs, cleaned, strict=True):
         _to_chunks(out, x, 0 if x.is_floating_point() else -1)
     return outs
@@ -163,7 +141,7 @@ def _stage_inputs_cuda(
     from .staging_kernels import launch_stage_inputs
 
     _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, dtype, chunk_size)
-    outs = Staged(*_empty_staged(k_idx, v, g, q_idx, dtype, chunk_size))
+    outs = _empty_stage_inputs_outputs(k_idx, v, g, q_idx, dtype, chunk_size)
     silent = empty(tuple(outs.k_idx.shape[:3]), v, torch.int8)
     repeats = repeat_count(v.device) if count_repeats else None
     launch_stage_inputs((k_idx, k_val, v, beta, g, q_idx, q_val), outs, silent, repeats, num_slots)
@@ -184,7 +162,7 @@ def _stage_inputs_fake(
     count_repeats: bool,
 ) -> tuple[Tensor, ...]:
     _check_stage_inputs(k_idx, k_val, v, beta, g, q_idx, q_val, dtype, chunk_size)
-    return _empty_staged(k_idx, v, g, q_idx, dtype, chunk_size)
+    return _empty_stage_inputs_outputs(k_idx, v, g, q_idx, dtype, chunk_size)
 
 
 def _check_stage_inputs_bwd(

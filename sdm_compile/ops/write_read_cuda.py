@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .decay_write_kernels import launch_decay_write, write_warps
 from .dual_matmul_kernels import launch_lower_matmul
 from .launch import launches_early, replay, run_plainly
-from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, num_steps
+from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
 from .situation import Situation, current_situation
@@ -69,18 +69,11 @@ class Slab(NamedTuple):
 def _empty_slab(like: Tensor, shape: Shape) -> Slab:
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
-    staged = Staged(
-        k_idx=make((*lead, shape.writes), dtype=torch.int32),
-        k_val=make((*lead, shape.writes), dtype=shape.dtype),
-        v=make((*lead, shape.head_dim), dtype=shape.dtype),
-        beta=make((*lead, 1), dtype=torch.float32),
-        g=make((*lead, shape.gates), dtype=torch.float32),
-        q_idx=make((*lead, shape.reads), dtype=torch.int32),
-        q_val=make((*lead, shape.reads), dtype=shape.dtype),
-    )
     chunks = shape.steps * shape.streams
     return Slab(
-        staged=staged,
+        staged=empty_staged(
+            lead, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
+        ),
         silent=make(lead, dtype=torch.int8),
         fields=empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32),
         scratch=empty_phase1_scratch(chunks, shape.chunk * shape.writes, like),

@@ -291,3 +291,12 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     expected = decode_all(inputs)
     with torch.autocast("cpu", dtype=BF16):
         assert_same_bits(decode_all(inputs), expected)
+
+
+def test_read_weights_may_lie_in_the_bank() -> None:
+    memory = torch.rand(4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    ids = torch.tensor([[0, 1, 2]])
+    inputs = [ids, torch.rand(1, 3, dtype=F64), torch.rand(1, 3, dtype=F64), torch.rand(1, 1, dtype=F64)]
+    inputs += [-torch.rand(1, 1, dtype=F64), ids]
+    expected = sdm_decode_step(memory.clone(), *inputs, memory[:1].clone())
+    assert_same_bits(sdm_decode_step(memory, *inputs, memory[:1]), expected)
