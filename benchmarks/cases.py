@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+RESULTS = Path(__file__).with_name("RESULTS.md")
 BANDWIDTH = 4.25e12  # bytes per second that a device copy reaches on one H200
 
 

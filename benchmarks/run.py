@@ -1,17 +1,21 @@
 """Checks values, then times every case and writes the tables: `python -m benchmarks.run` on a machine with a GPU.
 
 Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five. A case whose values are
-wrong gets no time. Results go to benchmarks/RESULTS.md.
+wrong gets no time. The tables replace those in benchmarks/RESULTS.md; `python -m benchmarks.plot` draws them.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import math
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,12 +23,23 @@ import triton
 from torch import Tensor
 
 from sdm_compile import product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
-from sdm_compile.ops.launch import free_captured_loops
+from sdm_compile.ops.launch import StepLoop, free_captured_loops
+from sdm_compile.ops.write_read_cuda import call_loops
 
-from .cases import BANDWIDTH, DECODE, TOP_K, WRITE_READ, DecodeCase, WriteReadCase, decode_inputs, write_read_inputs
+from .cases import (
+    BANDWIDTH,
+    DECODE,
+    RESULTS,
+    TOP_K,
+    WRITE_READ,
+    DecodeCase,
+    WriteReadCase,
+    decode_inputs,
+    write_read_inputs,
+)
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}  # norm-relative, against float64 on the rounded inputs
-RESULTS = Path(__file__).with_name("RESULTS.md")
+NOTES = "## What was tried"  # from here on RESULTS.md is written by hand, and kept
 
 
 def milliseconds(call: Callable[[], object], calls: int = 1, repeats: int = 5) -> float:
@@ -86,6 +101,7 @@ def write_read_row(case: WriteReadCase) -> dict[str, object]:
     call()
     host = (time.perf_counter() - start) * 1e3
     graph = milliseconds(captured(call).replay)
+    coupled = sum(coupling_ms(loop) for group in call_loops(memory, inputs, case.chunk, call()) for loop in group)
     free_captured_loops()
     return row | {
         "graph ms": f"{graph:.2f}",
@@ -96,8 +112,49 @@ def write_read_row(case: WriteReadCase) -> dict[str, object]:
         "extra GiB": f"{extra:.2f}",
         "x published extra": f"{extra / case.published_extra:.2f}",
         "share of floor": f"{case.floor / graph:.0%}",
+        "Phase 1 and solve ms": f"{coupled:.2f}",
         "ratio": graph / case.published_graph,
     }
+
+
+def coupling_ms(loop: StepLoop) -> float:
+    """Phase 1 and the solve of one slab, by themselves."""
+    memory = loop.make_memory()
+    loop.stage(memory)
+    return milliseconds(captured(lambda: loop.couple(memory)).replay)
+
+
+COLD_START = """
+import time
+start = time.perf_counter()
+import torch
+from benchmarks.cases import WRITE_READ, write_read_inputs
+from sdm_compile import sdm_write_read_
+memory, *inputs = write_read_inputs(WRITE_READ[0], "cuda", tokens=4096)
+torch.cuda.synchronize()
+ready = time.perf_counter()
+with torch.no_grad():
+    sdm_write_read_(memory, *inputs, chunk_size=WRITE_READ[0].chunk)
+torch.cuda.synchronize()
+print(ready - start, time.perf_counter() - ready)
+"""
+
+
+def cold_start_rows() -> list[dict[str, object]]:
+    """The first no-grad call of a new process, with an empty cache of compiled kernels and with a full one."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        for name in ("empty", "full"):
+            done = subprocess.run(
+                [sys.executable, "-c", COLD_START],
+                env=os.environ | {"TRITON_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            _, first = map(float, done.stdout.split())
+            rows.append({"Triton's cache": name, "first call s": f"{first:.1f}"})
+    return rows
 
 
 def decode_row(case: DecodeCase) -> dict[str, object]:
@@ -158,7 +215,7 @@ def table(rows: list[dict[str, object]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    every = ("forward", "decode", "topk")
+    every = ("forward", "decode", "topk", "cold")
     parser.add_argument("--only", nargs="+", choices=every, default=every)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -175,17 +232,18 @@ def main() -> int:
         "against float64 on the rounded inputs.",
     ]
     wrong = False
-    subjects = {
-        "forward": ("No-grad write/read, in place", [lambda c=c: write_read_row(c) for c in WRITE_READ]),
-        "decode": ("Decode step", [lambda c=c: decode_row(c) for c in DECODE]),
-        "topk": ("Product-key top-k", [lambda t=t: top_k_row(*t) for t in TOP_K]),
+    subjects: dict[str, tuple[str, Iterator[dict[str, object]]]] = {
+        "forward": ("No-grad write/read, in place", map(write_read_row, WRITE_READ)),
+        "decode": ("Decode step", map(decode_row, DECODE)),
+        "topk": ("Product-key top-k, two factors of 256, bfloat16", itertools.starmap(top_k_row, TOP_K)),
+        "cold": ("Cold start: flagship-32k's first call in a new process, 4096 tokens", iter(cold_start_rows())),
     }
     for subject in args.only:
-        title, jobs = subjects[subject]
+        title, made = subjects[subject]
         rows = []
-        for job in jobs:
-            rows.append(job())
-            print(rows[-1], flush=True)
+        for row in made:
+            rows.append(row)
+            print(row, flush=True)
             torch.cuda.empty_cache()
         wrong |= any("wrong" in row for row in rows)
         parts += [f"## {title}", table(rows)]
@@ -193,6 +251,8 @@ def main() -> int:
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             parts.append(f"Geometric mean of graph time over the published one: {mean:.3f}.")
+    if args.output.exists() and NOTES in args.output.read_text():
+        parts.append(NOTES + args.output.read_text().split(NOTES)[1].rstrip())
     args.output.write_text("\n\n".join(parts) + "\n")
     print(args.output.read_text())
     return int(wrong)

@@ -40,7 +40,7 @@ GROUPS = (
 RANK = {name: rank for rank, names in enumerate(GROUPS) for name in names}
 
 # Within ops: the pieces that stages share, and the modules that put stages together. Every other module is a stage.
-SHARED = {"checks", "dispatch", "launch", "layout", "registry", "repeats", "rows", "situation", "snapshot"}
+SHARED = {"bound", "checks", "dispatch", "launch", "layout", "registry", "repeats", "rows", "situation", "snapshot"}
 COMPOSERS = {"__init__", "step_loop", "write_read", "write_read_bwd", "write_read_cuda"}
 
 

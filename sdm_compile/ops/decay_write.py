@@ -106,12 +106,12 @@ def _decay_write_cpu(bank: Tensor, *step: Tensor) -> Tensor:
 
 
 def _decay_write_cuda(bank: Tensor, *step: Tensor) -> Tensor:
-    from .decay_write_kernels import launch_decay_write
+    from .decay_write_kernels import decay_write_call
 
     _check_decay_write(bank, *step)
     out = _empty_decay_write_output(bank).copy_(bank)
     delta, *groups = (x.contiguous() for x in step)
-    launch_decay_write(out, None, delta, StepGroups(*groups), None)
+    decay_write_call(out, None, delta, StepGroups(*groups), None).launch()
     return out
 
 
@@ -156,7 +156,7 @@ def _decay_write_in_place_cuda(
     scales: Tensor | None,
     snapshot_quant: str,
 ) -> None:
-    from .decay_write_kernels import launch_decay_write
+    from .decay_write_kernels import decay_write_call
 
     step = (delta, write_w, group_decay, order, group_start, group_slot)
     _check_decay_write(bank, *step)
@@ -164,7 +164,7 @@ def _decay_write_in_place_cuda(
     if snapshot is not None:
         raise UnsupportedConfigurationError("decay_write_ saves no snapshot on cuda; pass None, or use the CPU")
     delta, *groups = (x.contiguous() for x in step)
-    launch_decay_write(bank, None, delta, StepGroups(*groups), None)
+    decay_write_call(bank, None, delta, StepGroups(*groups), None).launch()
 
 
 def _decay_write_in_place_fake(

@@ -8,6 +8,7 @@ bank [num_slots, D]; every input [..., *]; a row is rounded to the bank's dtype 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from .situation import current_situation
 MAX_ADMITTED = 256  # signatures whose check is remembered
 
 _admitted: dict[Hashable, tuple[Callable[..., None], Dispatch]] = {}
+_lock = threading.Lock()  # over what is added to and dropped from it
 
 _INPUTS = "Tensor(a!) memory, Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
 
@@ -85,33 +87,38 @@ def _dispatch(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> Dispa
 def _decode_step_cuda(
     memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
 ) -> Tensor:
-    inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
-    signature = (memory.shape, memory.dtype, memory.device, *((x.shape, x.dtype, x.device) for x in inputs))
-    admitted = _admitted.get(signature)
-    if admitted is None:
-        admitted = _admit(memory, *inputs)
-        if len(_admitted) >= MAX_ADMITTED:
-            _admitted.clear()
-        _admitted[signature] = admitted
+    inputs = (memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    signature = (
+        *(memory.shape, k_idx.shape, k_val.shape, v.shape, beta.shape, g.shape, q_idx.shape, q_val.shape),
+        *(memory.dtype, k_idx.dtype, k_val.dtype, v.dtype, beta.dtype, g.dtype, q_idx.dtype, q_val.dtype),
+        *(memory.get_device(), k_idx.get_device(), k_val.get_device(), v.get_device()),
+        *(beta.get_device(), g.get_device(), q_idx.get_device(), q_val.get_device()),
+    )
+    launch, dispatch = _admitted.get(signature) or _admit(signature, *inputs)
     check_contiguous_bank(memory)
-    launch, dispatch = admitted
-    readings = _empty_decode_step_output(memory, v)
-    launch(memory, *inputs, readings, repeat_count(memory.device))
-    situation = current_situation(memory.device)
+    readings, device = _empty_decode_step_output(memory, v), memory.device
+    launch(*map(Tensor.contiguous, inputs), readings, repeat_count(device))
+    situation = current_situation(device)
     record("decode", dispatch if dispatch.situation is situation else replace(dispatch, situation=situation))
     return readings
 
 
-def _admit(memory: Tensor, *inputs: Tensor) -> tuple[Callable[..., None], Dispatch]:
+def _admit(signature: Hashable, memory: Tensor, *inputs: Tensor) -> tuple[Callable[..., None], Dispatch]:
     """What every CUDA call of these shapes, dtypes and devices does, once they have passed the check."""
-    from .decode_kernels import DecodeConfig, launch_decode_step  # Triton is not installed everywhere
+    from .bound import CallsOfOneSignature  # Triton is not installed everywhere
+    from .decode_kernels import DecodeConfig, decode_step_call
 
     _check_decode_step(memory, *inputs)
     dispatch = _dispatch("triton", memory, inputs[0], inputs[5])
     config = DecodeConfig.from_shapes(
         dispatch.streams, dispatch.writes, dispatch.reads, dispatch.head_dim, memory.element_size()
     )
-    return partial(launch_decode_step, config), dispatch
+    admitted = CallsOfOneSignature(partial(decode_step_call, config)).launch, dispatch
+    with _lock:
+        if len(_admitted) >= MAX_ADMITTED:
+            _admitted.clear()
+        _admitted[signature] = admitted
+    return admitted
 
 
 def _decode_step_fake(

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
+
 
 @triton.jit
 def _load_ids(p_idx, o_n, num_slots, N: tl.constexpr):
@@ -230,7 +232,7 @@ class DecodeConfig:
         )
 
 
-def launch_decode_step(
+def decode_step_call(
     config: DecodeConfig,
     bank: Tensor,
     k_idx: Tensor,
@@ -242,17 +244,12 @@ def launch_decode_step(
     q_val: Tensor,
     readings: Tensor,
     repeats: Tensor,
-) -> None:
-    """Advances `bank` [num_slots, D] and fills `readings` [..., D], both contiguous; repeats: int64, added to."""
+) -> KernelCall:
+    """Advances `bank` [num_slots, D] and fills `readings` [..., D]; repeats: int64, added to. All are contiguous."""
     num_slots, head_dim = bank.shape
     writes, reads = k_idx.shape[-1], q_idx.shape[-1]
     programs = readings.numel() // head_dim * triton.cdiv(head_dim, config.columns)
-    if not programs:
-        return
-    _decode_step_kernel[(programs,)](
-        bank,
-        *(x.contiguous() for x in (k_idx, k_val, v, beta, g, q_idx, q_val)),
-        *(readings, repeats, num_slots),
+    options = dict(
         D=head_dim,
         W=writes,
         R=reads,
@@ -265,3 +262,5 @@ def launch_decode_step(
         num_warps=config.warps,
         enable_fp_fusion=False,
     )
+    tensors = (bank, k_idx, k_val, v, beta, g, q_idx, q_val, readings, repeats)
+    return KernelCall(_decode_step_kernel, (programs,), (*tensors, num_slots), options)

@@ -41,8 +41,7 @@ _thread = threading.local()
 
 def record(kind: str, dispatch: Dispatch) -> None:
     """Keeps `dispatch` as this thread's latest call of that kind: "forward", "backward" or "decode"."""
-    last = last_dispatch()
-    _thread.last = LastDispatch(**{**vars(last), kind: dispatch})
+    setattr(_thread, kind, dispatch)
 
 
 def last_dispatch() -> LastDispatch:
@@ -52,4 +51,4 @@ def last_dispatch() -> LastDispatch:
         `LastDispatch`, frozen. Calls that only trace, and replays of a CUDA graph, do not update it.
     Note: SPEC section 4.
     """
-    return getattr(_thread, "last", LastDispatch())
+    return LastDispatch(**vars(_thread))

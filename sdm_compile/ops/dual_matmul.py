@@ -53,13 +53,13 @@ def _dual_matmul_cpu(
 def _dual_matmul_cuda(
     X: Tensor, QX: Tensor, v: Tensor, beta: Tensor, retrieved: Tensor, inter: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from .dual_matmul_kernels import launch_lower_matmul
+    from .dual_matmul_kernels import lower_matmul_call
 
     _check_dual_matmul(X, QX, v, beta, retrieved=retrieved, inter=inter)
     delta, readings = _empty_dual_matmul_outputs(v)
     X, QX, v, beta, retrieved, inter = (x.contiguous() for x in (X, QX, v, beta, retrieved, inter))
-    launch_lower_matmul(X, retrieved, delta, v.dtype, residual=(v, beta))
-    launch_lower_matmul(QX, retrieved, readings, v.dtype, residual=(v, beta), plus=inter)
+    lower_matmul_call(X, retrieved, delta, v.dtype, residual=(v, beta)).launch()
+    lower_matmul_call(QX, retrieved, readings, v.dtype, residual=(v, beta), plus=inter).launch()
     return delta, readings
 
 

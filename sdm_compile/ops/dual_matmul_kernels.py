@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
+
 
 @triton.jit
 def _lower_matmul_kernel(
@@ -93,7 +95,7 @@ def _float32_precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def launch_lower_matmul(
+def lower_matmul_call(
     X: Tensor,
     u: Tensor,
     out: Tensor,
@@ -102,20 +104,18 @@ def launch_lower_matmul(
     plus: Tensor | None = None,
     unstage: tuple[int, int] | None = None,
     early: bool = False,
-) -> None:
+) -> KernelCall:
     """out = X u (+ plus) for contiguous X [N, C, C] and u [N, C, D] of a bank of `dtype`.
 
     With `residual` = (v, beta) `u` holds retrieved rows. With `unstage` = (first token, streams) out is [P, T, D], and
     the chunks are those of the tokens from the first on, step after step. `early`: see the kernel.
     """
     chunks, chunk, width = u.shape
-    if not chunks:
-        return
     config = DualMatmulConfig.from_shapes(chunk, width, dtype, many=plus is not None)
     v, beta = residual or (u, u)
     first_token, streams = unstage or (0, 1)
-    _lower_matmul_kernel[(triton.cdiv(width, config.columns), triton.cdiv(chunk, config.rows), chunks)](
-        *(X, u, v, beta, u if plus is None else plus, out, width, out.shape[1], first_token, streams),
+    tensors = (X, u, v, beta, u if plus is None else plus, out)
+    options = dict(
         C=chunk,
         BM=config.rows,
         BN=config.columns,
@@ -129,3 +129,5 @@ def launch_lower_matmul(
         enable_fp_fusion=True,
         launch_pdl=early,
     )
+    grid = (triton.cdiv(width, config.columns), triton.cdiv(chunk, config.rows), chunks)
+    return KernelCall(_lower_matmul_kernel, grid, (*tensors, width, out.shape[1], first_token, streams), options)

@@ -1,12 +1,13 @@
 """Triton kernels of Phase 1: sort a chunk's write entries by slot, then walk the groups.
 
     sort     tiles of a chunk's entries by the key (slot << 32 | entry)
-    merge    sorted runs into longer ones, each entry finding its place by binary search; the last pass also carries
-             weights and gates along
-    groups   ordinals, starts and slots of the groups; gate sums over later entries by a segmented scan
+    merge    pairs of sorted runs
+    order    the entries' places in the order, and their weights and gates in it
+    groups   ordinals, starts and slots of the groups; gate sums over later entries
     pairs    rows of A and QK, all of a token's entries walking their groups backwards together
 
 A key is unique, its order is (slot, token, write), and entries without a slot have the key `NO_ENTRY`, the largest.
+Sorts and merges are bitonic networks.
 """
 
 from __future__ import annotations
@@ -22,264 +23,371 @@ from torch import Tensor
 from .layout import ChunkFields, empty
 
 NO_ENTRY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+PROBES = tl.constexpr(32)  # keys compared at once in a search for one place
+PLACES = 256  # places of one program of the order and groups kernels
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
 
 
 @triton.jit
-def _sort_kernel(p_k_idx, p_keys, entries, TILE: tl.constexpr):
+def _inside(o_e, ENTRIES: tl.constexpr, B: tl.constexpr):
+    """Which of the places there are: all of them where blocks of B fit the entries, and then no mask costs anything."""
+    return o_e < ENTRIES if ENTRIES % B else tl.full(o_e.shape, True, tl.int1)
+
+
+@triton.jit
+def _upper(DIM: tl.constexpr, RANK: tl.constexpr):
+    """Which elements are in the upper half of a cube's dimension: 0 is the innermost of RANK."""
+    return tl.reshape(tl.arange(0, 2), [1] * (RANK - DIM - 1) + [2] + [1] * DIM) == 1
+
+
+@triton.jit
+def _merge_halves(cube, STAGE: tl.constexpr, RANK: tl.constexpr):
+    """Sorts the bitonic sequences along the STAGE innermost of a cube's dimensions, every second one descending."""
+    for i in tl.static_range(STAGE):
+        other = cube ^ tl.xor_sum(cube, RANK - STAGE + i, True)  # each element's neighbour along the dimension
+        larger = _upper(STAGE - 1 - i, RANK)
+        if STAGE < RANK:
+            larger = larger != _upper(STAGE, RANK)
+        cube = tl.where((other < cube) != larger, other, cube)
+    return cube
+
+
+@triton.jit
+def _sort_kernel(p_k_idx, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
+    """Sorts TILE entries. RUN: how many neighbours likely ascend already, as a top-k gives them; a power of two.
+
+    Entries without a slot belong to no group, so that their write_w is stored here.
+    """
+    rank: tl.constexpr = _log2(TILE)
     chunk = tl.program_id(1).to(tl.int64)
-    o_e = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    ids = tl.load(p_k_idx + chunk * entries + o_e, mask=o_e < entries, other=-1).to(tl.int64)
-    keys = tl.where(ids >= 0, (ids << 32) | o_e.to(tl.int64), NO_ENTRY)
-    tl.store(p_keys + chunk * entries + o_e, tl.sort(keys), mask=o_e < entries)
+    o_t = tl.arange(0, TILE)
+    place = tl.program_id(0) * TILE + o_t
+    # Every second run is taken backwards, which makes bitonic sequences of two.
+    o_e = place ^ tl.where((o_t & RUN) != 0, RUN - 1, 0) if RUN > 1 else place
+    m_e = _inside(o_e, ENTRIES, TILE)
+    p_k_idx += chunk * ENTRIES
+    ids = tl.load(p_k_idx + o_e, mask=m_e, other=-1)
+    after = tl.load(p_k_idx + tl.where(o_e % RUN == RUN - 1, o_e, o_e + 1), mask=m_e, other=-1) if RUN > 1 else ids
+    key = tl.where(ids >= 0, (ids.to(tl.int64) << 32) | o_e.to(tl.int64), NO_ENTRY)
+    cube = tl.reshape(key, [2] * rank)
+    if tl.min(tl.minimum(ids, after - ids), axis=0) < 0:  # a missing slot, or a run that does not ascend
+        tl.store(p_write_w + chunk * ENTRIES + o_e, tl.zeros([TILE], tl.float32), mask=m_e & (ids < 0))
+        for stage in tl.static_range(1, _log2(RUN) + 1):
+            cube = _merge_halves(cube, stage, rank)
+    for stage in tl.static_range(_log2(RUN) + 1, rank + 1):
+        cube = _merge_halves(cube, stage, rank)
+    key = tl.reshape(cube, [TILE])
+    tl.store(p_keys + chunk * ENTRIES + place, key, mask=_inside(place, ENTRIES, TILE))
 
 
 @triton.jit
-def _first_at_least(p_keys, low, high, key, STEPS: tl.constexpr):
-    """Binary search: the first place in [low, high) whose key is not below `key`, or high. 2**STEPS > high - low."""
-    for _ in tl.static_range(STEPS):
-        open_ = low < high
-        middle = (low + high) // 2
-        below = tl.load(p_keys + middle, mask=open_, other=0) < key
-        low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & ~below, middle, high)
+def _split(p_a, p_b, count_a, count_b, ends, run):
+    """How many of the `ends` [N] smallest keys of two sorted runs, of at most `run` keys each, the first one has."""
+    low = tl.maximum(ends - count_b, 0)
+    high = tl.minimum(ends, count_a)
+    o_p = tl.arange(0, PROBES)[None, :] + 1
+    left = run  # at least high - low; PROBES + 1 times less with every round
+    while left > 0:
+        step = (left + PROBES - 1) // PROBES
+        probe = low[:, None] + o_p * step - 1
+        m_p = probe < high[:, None]
+        a = tl.load(p_a + probe, mask=m_p, other=NO_ENTRY)
+        b = tl.load(p_b + ends[:, None] - 1 - probe, mask=m_p, other=-1)
+        low += tl.sum((a < b).to(tl.int32), axis=1) * step
+        high = tl.minimum(high, low + step - 1)
+        left = step - 1
     return low
 
 
 @triton.jit
-def _merge_kernel(
-    p_keys,
-    p_merged,
-    p_k_val,
-    p_g,
-    p_weight,
-    p_gate,
-    entries,
-    run,
-    W: tl.constexpr,
-    GATES: tl.constexpr,
-    WAYS: tl.constexpr,
-    STEPS: tl.constexpr,
-    LAST: tl.constexpr,
-    B: tl.constexpr,
-):
-    """Merges every WAYS neighbouring sorted runs of `run` entries. LAST: carry each entry's weight and gate along."""
+def _merge_kernel(p_keys, p_merged, run, ENTRIES: tl.constexpr, B: tl.constexpr):
+    """B entries of two neighbouring sorted runs' merger. A run has `run` entries, a power of two and at least B / 2."""
     chunk = tl.program_id(1).to(tl.int64)
-    o_e = tl.program_id(0) * B + tl.arange(0, B)
-    m_e = o_e < entries
-    key = tl.load(p_keys + chunk * entries + o_e, mask=m_e, other=NO_ENTRY)
-    own = o_e // run
-    first = own // WAYS * WAYS
-    # Entries without a slot share one key: they keep their order, being placed behind the equal ones of earlier runs.
-    other = first[:, None] + tl.arange(0, WAYS)[None, :]
-    low = tl.minimum(other * run, entries)
-    high = tl.where(other == own[:, None], low, tl.minimum(low + run, entries))
-    found = _first_at_least(p_keys + chunk * entries, low, high, key[:, None], STEPS)
-    behind = (key == NO_ENTRY)[:, None] & (other < own[:, None])
-    place = first * run + o_e % run + tl.sum(tl.where(behind, high, found) - low, axis=1)
-    tl.store(p_merged + chunk * entries + place, key, mask=m_e)
-    if LAST:
-        held = m_e & (key != NO_ENTRY)
-        entry = key.to(tl.int32)
-        weight = tl.load(p_k_val + chunk * entries + entry, mask=held, other=0.0).to(tl.float32)
-        gate_at = chunk * entries + entry if GATES == W else chunk * (entries // W) + entry // W
-        gate = tl.load(p_g + gate_at, mask=held, other=0.0)
-        tl.store(p_weight + chunk * entries + place, weight, mask=held)
-        tl.store(p_gate + chunk * entries + place, gate, mask=held)
+    start = tl.program_id(0) * B
+    first = start & (-2 * run)
+    count_a = tl.minimum(run, ENTRIES - first)
+    count_b = tl.minimum(run, ENTRIES - first - count_a)
+    p_a = p_keys + chunk * ENTRIES + first
+    ends = tl.minimum(start - first + tl.arange(0, 2) * B, count_a + count_b)
+    split = _split(p_a, p_a + count_a, count_a, count_b, ends, run)
+    begin_a, end_a = tl.min(split, axis=0), tl.max(split, axis=0)
+    begin_b, end_b = tl.min(ends, axis=0) - begin_a, tl.max(ends, axis=0) - end_a
+    # What comes from the first run ascends, and behind it descends what comes from the second one: a bitonic sequence.
+    o_b = tl.arange(0, B)
+    from_a = begin_a + o_b
+    from_b = begin_b + (B - 1 - o_b)
+    m_a = from_a < end_a
+    m_b = from_b < end_b if ENTRIES % B else ~m_a
+    key = tl.load(p_a + tl.where(m_a, from_a, count_a + from_b), mask=m_a | m_b, other=NO_ENTRY)
+    key = tl.reshape(_merge_halves(tl.reshape(key, [2] * _log2(B)), _log2(B), _log2(B)), [B])
+    place = start + o_b
+    tl.store(p_merged + chunk * ENTRIES + place, key, mask=_inside(place, ENTRIES, B))
+
+
+@triton.constexpr_function
+def _halvings(n):
+    return (n - 1).bit_length()
+
+
+@triton.constexpr_function
+def _half(n, i):
+    """Half of what is left of n after i halvings."""
+    return ((n + (1 << i) - 1) >> i) // 2
 
 
 @triton.jit
-def _segment_add(sum_a, starts_a, sum_b, starts_b):
-    return tl.where(starts_b != 0, sum_b, sum_a + sum_b), starts_a | starts_b
+def _count_below(p_keys, key, N: tl.constexpr):
+    """How many of N ascending keys are below each `key`. Pointers move, as that takes the fewest instructions."""
+    p_low = p_keys + tl.zeros_like(key)
+    for i in tl.static_range(_halvings(N)):
+        p_middle = p_low + _half(N, i)
+        p_low = tl.where(tl.load(p_middle - 1) < key, p_middle, p_low)
+    count = ((p_low.to(tl.int64) - p_keys.to(tl.int64)) // 8).to(tl.int32)  # keys have 8 bytes
+    return count + (tl.load(p_low) < key).to(tl.int32)
+
+
+@triton.jit
+def _token(entry, W: tl.constexpr):
+    """The tokens of entries, which are not negative: an unsigned division is the shorter one."""
+    return (entry.to(tl.uint32, bitcast=True) // W).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _order_kernel(
+    p_keys,
+    p_k_val,
+    p_g,
+    p_order,
+    p_weight,
+    p_gate,
+    p_place,
+    p_before,
+    p_firsts,
+    p_held,
+    W: tl.constexpr,
+    GATES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    B: tl.constexpr,
+):
+    """B places of one chunk. p_firsts, p_held: how many of them start a group, and how many hold an entry."""
+    chunk = tl.program_id(1).to(tl.int64)
+    # Taken as scattered places, so that loads and stores of all kinds keep one layout.
+    o_e = tl.max_contiguous(tl.program_id(0) * B + tl.arange(0, B), 1)
+    m_e = _inside(o_e, ENTRIES, B)
+    p_keys += chunk * ENTRIES
+    key = tl.load(p_keys + o_e, mask=m_e, other=NO_ENTRY)
+    before = tl.load(p_keys + o_e - 1, mask=m_e & (o_e > 0), other=-1)
+    entry = key.to(tl.int32)
+    held = entry >= 0
+    first = held & ((key >> 32).to(tl.int32) != (before >> 32).to(tl.int32))
+    weight = tl.load(p_k_val + chunk * ENTRIES + entry, mask=held, other=0.0).to(tl.float32)
+    gate_at = chunk * ENTRIES + entry if GATES == W else chunk * (ENTRIES // W) + _token(entry, W)
+    gate = tl.load(p_g + gate_at, mask=held, other=0.0)
+    tl.store(p_order + chunk * ENTRIES + o_e, entry, mask=m_e)
+    tl.store(p_weight + chunk * ENTRIES + o_e, weight, mask=m_e)
+    tl.store(p_gate + chunk * ENTRIES + o_e, gate, mask=m_e)
+    tl.store(p_before + chunk * ENTRIES + o_e, tl.where(held & ~first, _token(before.to(tl.int32), W), -1), mask=m_e)
+    tl.store(p_place + chunk * ENTRIES + entry, tl.where(first, -1, o_e), mask=held)
+    tile = chunk * tl.num_programs(0) + tl.program_id(0)
+    tl.store(p_firsts + tile, tl.sum(first.to(tl.int32), axis=0))
+    tl.store(p_held + tile, tl.sum(held.to(tl.int32), axis=0))
 
 
 @triton.jit
 def _groups_kernel(
     p_keys,
+    p_order,
     p_weight,
     p_gate,
-    p_order,
+    p_before,
+    p_firsts,
+    p_held,
     p_write_w,
     p_group_start,
     p_group_slot,
     p_group_decay,
-    p_first_weight,
-    p_first_token,
-    entries,
+    p_lead_value,
+    p_lead_index,
     W: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    ENTRIES: tl.constexpr,
     TILES: tl.constexpr,
     B: tl.constexpr,
 ):
-    """One chunk. Each group's first weight and token are stored beside its ordinal as well."""
-    chunk = tl.program_id(0).to(tl.int64)
-    p_keys += chunk * entries
-    p_weight += chunk * entries
-    p_gate += chunk * entries
-    p_order += chunk * entries
-    p_write_w += chunk * entries
-    p_group_start += chunk * (entries + 1)
-    p_group_slot += chunk * entries
-    p_group_decay += chunk * entries
-    p_first_weight += chunk * entries
-    p_first_token += chunk * entries
+    """B places of one chunk. Each fills one group: its own if it starts one, else an unused one, from the end on.
 
-    groups = tl.zeros([], tl.int32)
-    held_count = tl.zeros([], tl.int32)
-    for tile in range(TILES):
-        o_e = tile * B + tl.arange(0, B)
-        m_e = o_e < entries
-        key = tl.load(p_keys + o_e, mask=m_e, other=NO_ENTRY)
-        before = tl.load(p_keys + o_e - 1, mask=m_e & (o_e > 0), other=-1)
-        held = key != NO_ENTRY
-        first = held & ((key >> 32) != (before >> 32))
-        ordinal = groups + tl.cumsum(first.to(tl.int32), 0) - 1
-        tl.store(p_order + o_e, tl.where(held, key.to(tl.int32), -1), mask=m_e)
-        tl.store(p_group_start + ordinal, o_e, mask=first)
-        tl.store(p_group_slot + ordinal, (key >> 32).to(tl.int32), mask=first)
-        groups += tl.sum(first.to(tl.int32), 0)
-        held_count += tl.sum(held.to(tl.int32), 0)
-    for tile in range(TILES):
-        o_e = tile * B + tl.arange(0, B)
-        unused = (o_e >= groups) & (o_e < entries)
-        tl.store(p_group_start + o_e, held_count + tl.zeros([B], tl.int32), mask=unused)
-        tl.store(p_group_slot + o_e, tl.full([B], -1, tl.int32), mask=unused)
-        tl.store(p_group_decay + o_e, tl.full([B], 1.0, tl.float32), mask=unused)
-        tl.store(p_write_w + o_e, tl.zeros([B], tl.float32), mask=o_e < entries)  # entries without a slot keep it
-    tl.store(p_group_start + entries, held_count)
+    TILES: at least the number of a chunk's programs, a power of two. BY_TOKEN: see Phase1Scratch.
+    """
+    tile = tl.program_id(0)
+    chunk = tl.program_id(1).to(tl.int64)
+    o_t = tl.arange(0, TILES)
+    at_tile = chunk * tl.num_programs(0) + o_t
+    earlier = tl.sum(tl.load(p_firsts + at_tile, mask=o_t < tile, other=0), axis=0)
+    held_count = tl.sum(tl.load(p_held + at_tile, mask=o_t < tl.num_programs(0), other=0), axis=0)
 
-    tl.debug_barrier()
-    # Backwards: the sum of the gates of the group's later entries, scanned within groups, carried from tile to tile.
-    carry = tl.zeros([], tl.float32)
-    ordinal_end = groups
-    for back in range(TILES):
-        o_b = tl.arange(0, B)
-        o_e = (TILES - 1 - back) * B + (B - 1 - o_b)
-        m_e = o_e < entries
-        key = tl.load(p_keys + o_e, mask=m_e, other=NO_ENTRY)
-        before = tl.load(p_keys + o_e - 1, mask=m_e & (o_e > 0), other=-1)
-        after = tl.load(p_keys + o_e + 1, mask=o_e + 1 < entries, other=NO_ENTRY)
-        held = key != NO_ENTRY
-        slot = key >> 32
-        more = held & (slot == (after >> 32))
-        gate = tl.load(p_gate + o_e, mask=held, other=0.0)
-        gate_after = tl.load(p_gate + o_e + 1, mask=more, other=0.0)
-        weight = tl.load(p_weight + o_e, mask=held, other=0.0)
-        later, ended = tl.associative_scan((gate_after, (~more).to(tl.int32)), 0, _segment_add)
-        later = tl.where(ended == 0, later + carry, later)
-        carry = tl.sum(tl.where(o_b == B - 1, later, 0.0), 0)
-        entry = key.to(tl.int32)
-        write_w = weight * tl.exp(later)
-        tl.store(p_write_w + entry, write_w, mask=held)
-        first = held & (slot != (before >> 32))
-        ordinal = ordinal_end - tl.cumsum(first.to(tl.int32), 0)
-        tl.store(p_group_decay + ordinal, tl.exp(gate + later), mask=first)
-        tl.store(p_first_weight + ordinal, write_w, mask=first)
-        tl.store(p_first_token + ordinal, entry // W, mask=first)
-        ordinal_end -= tl.sum(first.to(tl.int32), 0)
+    o_e = tl.max_contiguous(tile * B + tl.arange(0, B), 1)
+    m_e = _inside(o_e, ENTRIES, B)
+    at = chunk * ENTRIES + o_e
+    entry = tl.load(p_order + at, mask=m_e, other=-1)
+    before = tl.load(p_before + at, mask=m_e, other=0)
+    slot = (tl.load(p_keys + at, mask=m_e, other=0) >> 32).to(tl.int32)
+    first = (entry >= 0) & (before < 0)
+
+    later = tl.zeros([B], tl.float32)
+    distance = 1
+    more = tl.load(p_before + at + 1, mask=o_e + 1 < ENTRIES, other=-1) >= 0
+    following = tl.load(p_order + at + 1, mask=more, other=-1)
+    while tl.max(more.to(tl.int32), axis=0) > 0:
+        later += tl.load(p_gate + at + distance, mask=more, other=0.0)
+        distance += 1
+        more = tl.load(p_before + at + distance, mask=more & (o_e + distance < ENTRIES), other=-1) >= 0
+    write_w = tl.load(p_weight + at, mask=m_e, other=0.0) * tl.exp(later)
+    decay = tl.exp(tl.load(p_gate + at, mask=m_e, other=0.0) + later)
+    tl.store(p_write_w + chunk * ENTRIES + entry, write_w, mask=entry >= 0)
+
+    groups = earlier + tl.cumsum(first.to(tl.int32), axis=0)  # until each place, inclusive
+    ordinal = tl.where(first, groups - 1, ENTRIES - 1 - (o_e - groups))
+    tl.store(p_group_start + chunk * (ENTRIES + 1) + ordinal, tl.where(first, o_e, held_count), mask=m_e)
+    tl.store(p_group_slot + chunk * ENTRIES + ordinal, tl.where(first, slot, -1), mask=m_e)
+    tl.store(p_group_decay + chunk * ENTRIES + ordinal, tl.where(first, decay, 1.0), mask=m_e)
+    if BY_TOKEN:
+        tl.store(p_lead_value + chunk * ENTRIES + entry, tl.where(first, decay, -1.0), mask=entry >= 0)
+        tl.store(p_lead_index + chunk * ENTRIES + entry, following, mask=entry >= 0)
+    else:
+        tl.store(p_lead_value + chunk * ENTRIES + ordinal, write_w, mask=m_e)
+        tl.store(p_lead_index + chunk * ENTRIES + ordinal, _token(entry, W), mask=m_e)
+    if tile == 0:
+        tl.store(p_group_start + chunk * (ENTRIES + 1) + ENTRIES, held_count)
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.max(x, axis=1), axis=0)
 
 
 @triton.jit
 def _walk_rows(
     p_idx,
     p_val,
+    p_g,
     p_keys,
     p_weight,
     p_gate,
+    p_place,
+    p_before,
     p_effective,
     p_out,
-    entries,
     chunk,
     token,
     C: tl.constexpr,
     N: tl.constexpr,
     W: tl.constexpr,
+    GATES: tl.constexpr,
     READ: tl.constexpr,
     BI: tl.constexpr,
     BN: tl.constexpr,
-    STEPS: tl.constexpr,
+    BC: tl.constexpr,
 ):
     """Rows token to token + BI - 1 of A (or QK), and their k_eff (or q_w): their N entries walk backwards together."""
     o_i = token + tl.arange(0, BI)
     o_n = tl.arange(0, BN)
+    o_c = tl.arange(0, BC)
     m_i = o_i < C
     m_in = m_i[:, None] & (o_n < N)[None, :]
-    at = chunk * C * N + o_i[:, None] * N + o_n[None, :]
-    p_keys += chunk * entries
-    p_weight += chunk * entries
-    p_gate += chunk * entries
+    # Taken as scattered entries, so that loads and stores of all kinds keep one layout.
+    at = tl.max_contiguous(chunk * C * N + o_i[:, None] * N + o_n[None, :], [1, 1])
+    p_row = p_out + (chunk * C + o_i) * C
+    m_row = m_i[:, None] & (o_c < C)[None, :]
+    tl.store(p_row[:, None] + o_c[None, :], tl.zeros([BI, BC], tl.float32), mask=m_row)
+    p_keys += chunk * (C * W)
+    p_weight += chunk * (C * W)
+    p_gate += chunk * (C * W)
+    p_before += chunk * (C * W)
     ids = tl.load(p_idx + at, mask=m_in, other=-1)
     val = tl.load(p_val + at, mask=m_in, other=0.0).to(tl.float32)
     valid = m_in & (ids >= 0)
-    slot = ids.to(tl.int64)
-    # A read starts at the last write at or before its token; a write at the one before itself, with its own gate.
-    entry = (o_i[:, None] + 1) * W + tl.zeros_like(o_n)[None, :] if READ else o_i[:, None] * W + o_n[None, :]
-    key = (slot << 32) | entry.to(tl.int64)
-    low = tl.zeros([BI, BN], tl.int32)
-    found = _first_at_least(p_keys, low, tl.where(valid, entries, 0), key, STEPS)
-    total = tl.zeros([BI, BN], tl.float32)
-    if not READ:
-        total = tl.load(p_gate + found, mask=valid, other=0.0)
-    place = found - 1
-    there = tl.load(p_keys + place, mask=valid & (place >= 0), other=-1)
-    inside = valid & (place >= 0) & ((there >> 32) == slot)
-    stands = tl.where(inside, there.to(tl.int32) // W, -1)  # the token whose write the entry stands at
-    weight = tl.load(p_weight + place, mask=inside, other=0.0)
-    gate = tl.load(p_gate + place, mask=inside, other=0.0)
-    decay = tl.exp(total)
-    columns = tl.minimum(token + BI, C)
-    for back in range(columns):
-        j = columns - 1 - back
-        here = stands == j
-        pair = tl.sum(tl.where(here, val * weight * decay, 0.0), axis=1)
-        tl.store(p_out + (chunk * C + o_i) * C + j, pair, mask=m_i)
-        if tl.max(tl.max(here.to(tl.int32), axis=1), axis=0) > 0:
-            total = tl.where(here, total + gate, total)
-            decay = tl.exp(total)
-            place = tl.where(here, place - 1, place)
-            there = tl.load(p_keys + place, mask=here & (place >= 0), other=-1)
-            inside = here & (place >= 0) & ((there >> 32) == slot)
-            stands = tl.where(here, tl.where(inside, there.to(tl.int32) // W, -1), stands)
-            weight = tl.where(here, tl.load(p_weight + place, mask=inside, other=0.0), weight)
-            gate = tl.where(here, tl.load(p_gate + place, mask=inside, other=0.0), gate)
-    for j in range(columns, C):
-        tl.store(p_out + (chunk * C + o_i) * C + j, tl.zeros([BI], tl.float32), mask=m_i)
-    tl.store(p_effective + at, tl.where(valid, val * decay, 0.0), mask=m_in)
+    # An entry stands at the write of some token, or at none (-1). A read starts at the last write at or before its
+    # token; a write at the one before itself, with its own gate.
+    if READ:
+        slot = ids.to(tl.int64)
+        key = (slot << 32) | ((o_i[:, None] + 1) * W).to(tl.int64)
+        place = _count_below(p_keys, key, C * W) - 1
+        there = tl.load(p_keys + place, mask=valid & (place >= 0), other=-1)
+        stands = tl.where(valid & (there >> 32 == slot), _token(there.to(tl.int32), W), -1)
+        total = tl.zeros([BI, BN], tl.float32)
+    else:
+        place = tl.load(p_place + at, mask=valid, other=-1)
+        stands = tl.load(p_before + place, mask=place >= 0, other=-1)
+        place -= 1
+        if GATES == W:
+            total = tl.load(p_g + at, mask=valid, other=0.0)
+        else:
+            total = tl.where(valid, tl.load(p_g + chunk * C + o_i, mask=m_i, other=0.0)[:, None], 0.0)
+    weight = tl.load(p_weight + place, mask=stands >= 0, other=0.0)
+    gate = tl.load(p_gate + place, mask=stands >= 0, other=0.0)
+    product = val * weight * tl.exp(total)
+    tl.debug_barrier()  # other threads stored the zeros
+    left = _largest(stands)
+    while left >= 0:
+        column = tl.max(stands, axis=1) if BI > 1 else tl.full([1], left, tl.int32)  # -1: the row is done
+        here = stands == tl.maximum(column, 0)[:, None]
+        pair = tl.sum(tl.where(here, product, 0.0), axis=1)
+        tl.store(p_row + column, pair, mask=m_i & (column >= 0))
+        total = tl.where(here, total + gate, total)
+        before = tl.load(p_before + place, mask=here, other=-1)
+        stands = tl.where(here, before, stands)
+        if _largest(before) >= 0:
+            on = before >= 0
+            place = tl.where(on, place - 1, place)
+            weight = tl.load(p_weight + place, mask=on, other=0.0)
+            gate = tl.where(on, tl.load(p_gate + place, mask=on, other=0.0), gate)
+            product = tl.where(on, val * weight * tl.exp(total), product)
+        left = _largest(stands)
+    tl.store(p_effective + at, tl.where(valid, val * tl.exp(total), 0.0), mask=m_in)
 
 
 @triton.jit
 def _pairs_kernel(
     p_k_idx,
     p_k_val,
+    p_g,
     p_q_idx,
     p_q_val,
     p_keys,
     p_weight,
     p_gate,
+    p_place,
+    p_before,
     p_k_eff,
     p_q_w,
     p_A,
     p_QK,
-    entries,
     C: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
+    GATES: tl.constexpr,
     BI_W: tl.constexpr,
     BI_R: tl.constexpr,
     BW: tl.constexpr,
     BR: tl.constexpr,
-    STEPS: tl.constexpr,
+    BC: tl.constexpr,
 ):
     chunk = tl.program_id(1).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # late tokens first: they walk longest
     write_blocks: tl.constexpr = (C + BI_W - 1) // BI_W
     if block < write_blocks:
         _walk_rows(
-            p_k_idx, p_k_val, p_keys, p_weight, p_gate, p_k_eff, p_A, entries, chunk, block * BI_W,
-            C, W, W, False, BI_W, BW, STEPS,
+            p_k_idx, p_k_val, p_g, p_keys, p_weight, p_gate, p_place, p_before, p_k_eff, p_A, chunk, block * BI_W,
+            C, W, W, GATES, False, BI_W, BW, BC,
         )  # fmt: skip
     else:
         _walk_rows(
-            p_q_idx, p_q_val, p_keys, p_weight, p_gate, p_q_w, p_QK, entries, chunk, (block - write_blocks) * BI_R,
-            C, R, W, True, BI_R, BR, STEPS,
+            p_q_idx, p_q_val, p_g, p_keys, p_weight, p_gate, p_place, p_before, p_q_w, p_QK, chunk,
+            (block - write_blocks) * BI_R, C, R, W, GATES, True, BI_R, BR, BC,
         )  # fmt: skip
 
 
@@ -288,27 +396,16 @@ class Phase1Config:
     """Launch shapes of Phase 1, from a chunk's shape alone."""
 
     tile: int  # entries sorted by one program
-    ways: int  # runs merged per pass
-    merge: int  # entries per program of a merge, which search all runs at once
-    scan: int  # entries scanned at once by the groups kernel
-    scan_warps: int
+    merge: int  # entries of a merge's result per program
     rows_w: int  # tokens per program of the pairs kernel, for writes and for reads
     rows_r: int
 
     @staticmethod
     def from_shapes(chunk: int, writes: int, reads: int) -> Phase1Config:
-        entries = triton.next_power_of_2(chunk * writes)
-        # Measured on an H200, ms per whole call at 4096 and 32,768 entries a chunk: tiles of 1024 merged four at a time
-        # 13.73 and 11.76, of 512 eight at a time 13.85 and 11.93. Scans of 1024 with four warps win where chunks fill
-        # the device (0.080 against 0.115 at 4096 entries), and lose where they are long (0.196 against 0.115 at 32,768)
-        # or few, as in a slab.
-        scan = min(entries, 4096)
+        entries = max(2, triton.next_power_of_2(chunk * writes))
         return Phase1Config(
-            tile=min(entries, 1024),
-            ways=4,
-            merge=min(entries, 128),
-            scan=scan,
-            scan_warps=4 if scan <= 1024 else 8,
+            tile=min(entries, 512),
+            merge=512,
             rows_w=_rows(writes, chunk),
             rows_r=_rows(reads, chunk),
         )
@@ -326,13 +423,27 @@ class Phase1Scratch(NamedTuple):
     merged: Tensor  # [N, E] int64
     weight: Tensor  # [N, E] float32, sorted
     gate: Tensor  # [N, E] float32, sorted
-    first_weight: Tensor  # [N, E] float32, by group ordinal
-    first_token: Tensor  # [N, E] int32, by group ordinal
+    place: Tensor  # [N, E] int32, of each entry in the order; -1 for the first write of a slot
+    before: Tensor  # [N, E] int32, sorted: the token of the slot's write before; -1 for the first write of a slot
+    firsts: Tensor  # [N, E / PLACES] int32, how many places start a group
+    held: Tensor  # [N, E / PLACES] int32, how many places hold an entry
+    # What the decay-and-write asks for first. By group ordinal: the group's first weight and token. If it writes by
+    # token, by entry: exp(Lt) of the group, or -1 at an entry that is not its first; and the group's next entry or -1.
+    lead_value: Tensor  # [N, E] float32
+    lead_index: Tensor  # [N, E] int32
 
 
 def empty_phase1_scratch(chunks: int, entries: int, like: Tensor) -> Phase1Scratch:
-    dtypes = (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32, torch.int32)
-    return Phase1Scratch(*(empty((chunks, entries), like, dtype) for dtype in dtypes))
+    dtypes = {"keys": torch.int64, "merged": torch.int64}
+    dtypes |= dict.fromkeys(("weight", "gate", "lead_value"), torch.float32)
+    tiles = triton.cdiv(entries, PLACES)
+    widths = {"firsts": tiles, "held": tiles}
+    return Phase1Scratch(
+        *(
+            empty((chunks, widths.get(name, entries)), like, dtypes.get(name, torch.int32))
+            for name in Phase1Scratch._fields
+        )
+    )
 
 
 def launch_phase1(
@@ -343,57 +454,66 @@ def launch_phase1(
     q_val: Tensor,
     fields: ChunkFields,
     scratch: Phase1Scratch,
+    by_token: bool = False,
 ) -> None:
-    """Fills `fields` and the scratch's first writes from staged, contiguous [steps, P, C, *] inputs."""
+    """Fills `fields` and the scratch's leads, by token or by group, from contiguous [steps, P, C, *] staged inputs."""
     steps, streams, chunk, writes = k_idx.shape
     reads, gates = q_idx.shape[3], g.shape[3]
     chunks, entries = steps * streams, chunk * writes
     if not chunks:
         return
     config = Phase1Config.from_shapes(chunk, writes, reads)
-    _sort_kernel[(triton.cdiv(entries, config.tile), chunks)](
-        k_idx, scratch.keys, entries, TILE=config.tile, num_warps=4, enable_fp_fusion=True
-    )
     keys, merged, run = scratch.keys, scratch.merged, config.tile
-    while True:
-        ways = min(config.ways, triton.next_power_of_2(triton.cdiv(entries, run)))
-        last = run * ways >= entries
-        _merge_kernel[(triton.cdiv(entries, config.merge), chunks)](
-            *(keys, merged, k_val, g, scratch.weight, scratch.gate, entries, run),
-            W=writes,
-            GATES=gates,
-            WAYS=ways,
-            STEPS=run.bit_length(),
-            LAST=last,
-            B=config.merge,
-            num_warps=4,
-            enable_fp_fusion=True,
+    _sort_kernel[(triton.cdiv(entries, run), chunks)](
+        *(k_idx, keys, fields.write_w),
+        ENTRIES=entries,
+        RUN=min(writes, run) if writes == triton.next_power_of_2(writes) else 1,
+        TILE=run,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    block = min(config.merge, 2 * run)
+    while run < entries:
+        _merge_kernel[(triton.cdiv(entries, block), chunks)](
+            *(keys, merged, run), ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True
         )
-        keys, merged, run = merged, keys, run * ways
-        if last:
-            break
-    _groups_kernel[(chunks,)](
-        *(keys, scratch.weight, scratch.gate, fields.order, fields.write_w),
-        *(fields.group_start, fields.group_slot, fields.group_decay, scratch.first_weight, scratch.first_token),
-        entries,
+        keys, merged, run = merged, keys, 2 * run
+    tiles = triton.cdiv(entries, PLACES)
+    _order_kernel[(tiles, chunks)](
+        *(keys, k_val, g, fields.order, scratch.weight, scratch.gate),
+        *(scratch.place, scratch.before, scratch.firsts, scratch.held),
         W=writes,
-        TILES=triton.cdiv(entries, config.scan),
-        B=config.scan,
-        num_warps=config.scan_warps,
+        GATES=gates,
+        ENTRIES=entries,
+        B=PLACES,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    _groups_kernel[(tiles, chunks)](
+        *(keys, fields.order, scratch.weight, scratch.gate, scratch.before, scratch.firsts, scratch.held),
+        *(fields.write_w, fields.group_start, fields.group_slot, fields.group_decay),
+        *(scratch.lead_value, scratch.lead_index),
+        W=writes,
+        BY_TOKEN=by_token,
+        ENTRIES=entries,
+        TILES=triton.next_power_of_2(tiles),
+        B=PLACES,
+        num_warps=1,
         enable_fp_fusion=True,
     )
     blocks = triton.cdiv(chunk, config.rows_w) + triton.cdiv(chunk, config.rows_r)
     _pairs_kernel[(blocks, chunks)](
-        *(k_idx, k_val, q_idx, q_val, keys, scratch.weight, scratch.gate),
-        *(fields.k_eff, fields.q_w, fields.A, fields.QK, entries),
+        *(k_idx, k_val, g, q_idx, q_val, keys, scratch.weight, scratch.gate, scratch.place, scratch.before),
+        *(fields.k_eff, fields.q_w, fields.A, fields.QK),
         C=chunk,
         W=writes,
         R=reads,
+        GATES=gates,
         BI_W=config.rows_w,
         BI_R=config.rows_r,
         BW=triton.next_power_of_2(writes),
         BR=triton.next_power_of_2(reads),
-        STEPS=entries.bit_length(),
+        BC=triton.next_power_of_2(chunk),
         num_warps=1,
         enable_fp_fusion=True,
     )

@@ -48,8 +48,8 @@ def register(
     cuda: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> torch._ops.OpOverload:
-    """Defines one op of the `sdm` namespace and returns its overload, which is what callers call.
+) -> Callable[..., Any]:
+    """Defines one op of the `sdm` namespace and returns what callers call.
 
     Args:
         schema: name and signature, as `torch.library.Library.define` takes them.
@@ -65,11 +65,13 @@ def register(
     op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated, cuda is not None)
     OPS[op.name] = op
     _library.impl(op.name, _without_autocast(_sparing_inference_tensors(op, cpu), "cpu"), "CPU")
-    on_cuda = _refusing_kernel(op) if cuda is None else _on_device(_sparing_inference_tensors(op, cuda))
+    first = next(i for i, a in enumerate(arguments) if str(a.type) == "Tensor")
+    on_cuda = _refusing_kernel(op) if cuda is None else _on_device(_sparing_inference_tensors(op, cuda), first)
     _library.impl(op.name, _without_autocast(on_cuda, "cuda"), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
-    _library.impl(op.name, _autograd_kernel(op, setup_context, backward), "Autograd")
-    return overload
+    autograd = _in_place_kernel(op) if mutated else _autograd_kernel(op, setup_context, backward)
+    _library.impl(op.name, autograd, "Autograd")
+    return _in_place_entry(overload, autograd) if mutated else overload
 
 
 def _refusing_kernel(op: RegisteredOp) -> Callable[..., Any]:
@@ -100,15 +102,14 @@ def _sparing_inference_tensors(op: RegisteredOp, kernel: Callable[..., Any]) -> 
     return call
 
 
-def _on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the device of the first tensor argument the current one: Triton launches on the current device."""
+def _on_device(kernel: Callable[..., Any], anchor: int) -> Callable[..., Any]:
+    """Makes the device of the tensor at position `anchor` the current one: Triton launches on the current device."""
 
     @functools.wraps(kernel)
     def call(*args: Any) -> Any:
-        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-        if device.index == torch.cuda.current_device():
+        if args[anchor].get_device() == torch.cuda.current_device():
             return kernel(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(args[anchor].device):
             return kernel(*args)
 
     return call
@@ -128,8 +129,6 @@ def _without_autocast(kernel: Callable[..., Any], device_type: str) -> Callable[
 def _autograd_kernel(
     op: RegisteredOp, setup_context: Callable[..., None] | None, backward: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    if op.mutated:
-        return _in_place_kernel(op)
     if setup_context is None or backward is None:
         setup_context, backward = _no_setup, _raising_backward(op)
     overload = op.overload
@@ -180,6 +179,25 @@ def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
             result = overload(*args)
         torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
         return result
+
+    return call
+
+
+def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Does what the Autograd kernel does before it calls the op, not inside the dispatcher: 17 us of 47 per eager call.
+
+    Under inference_mode the dispatcher skips that kernel; what else may stand above it gets the op itself.
+    """
+
+    def call(*args: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_inference_mode_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_function_stack()
+        ):
+            return overload(*args)
+        return kernel(*args)
 
     return call
 

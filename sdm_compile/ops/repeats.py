@@ -79,6 +79,9 @@ def repeat_count(device: torch.device) -> Tensor:
     Raises:
         RuntimeError: it would have to be made while a CUDA graph is being captured.
     """
+    count = _counts.get(device)
+    if count is not None:
+        return count
     with _lock:
         if device not in _counts:
             if current_situation(device) is Situation.CAPTURING:

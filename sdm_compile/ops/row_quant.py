@@ -26,6 +26,15 @@ def _snapshot_quantize_cpu(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     return quantize_rows(rows, mode)
 
 
+def _snapshot_quantize_cuda(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    from .row_quant_kernels import launch_quantize
+
+    _check_quantize(rows, mode)
+    payload, scales = empty_snapshot(rows.shape[0], rows, mode)
+    launch_quantize(rows.contiguous(), payload, scales, mode)
+    return payload, scales
+
+
 def _snapshot_quantize_fake(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     _check_quantize(rows, mode)
     return empty_snapshot(rows.shape[0], rows, mode)
@@ -34,6 +43,7 @@ def _snapshot_quantize_fake(rows: Tensor, mode: str) -> tuple[Tensor, Tensor]:
 snapshot_quantize_op = register(
     "snapshot_quantize(Tensor rows, str mode) -> (Tensor, Tensor)",
     cpu=_snapshot_quantize_cpu,
+    cuda=_snapshot_quantize_cuda,
     fake=_snapshot_quantize_fake,
 )
 
@@ -51,6 +61,15 @@ def _snapshot_dequantize_cpu(payload: Tensor, scales: Tensor, mode: str, width: 
     return dequantize_rows(payload, scales, mode, width, dtype)
 
 
+def _snapshot_dequantize_cuda(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
+    from .row_quant_kernels import launch_dequantize
+
+    _check_dequantize(payload, scales, mode, width, dtype)
+    rows = empty_rows(payload, width, dtype)
+    launch_dequantize(payload.contiguous(), scales.contiguous(), rows, mode)
+    return rows
+
+
 def _snapshot_dequantize_fake(payload: Tensor, scales: Tensor, mode: str, width: int, dtype: torch.dtype) -> Tensor:
     _check_dequantize(payload, scales, mode, width, dtype)
     return empty_rows(payload, width, dtype)
@@ -59,6 +78,7 @@ def _snapshot_dequantize_fake(payload: Tensor, scales: Tensor, mode: str, width:
 snapshot_dequantize_op = register(
     "snapshot_dequantize(Tensor payload, Tensor scales, str mode, SymInt width, ScalarType dtype) -> Tensor",
     cpu=_snapshot_dequantize_cpu,
+    cuda=_snapshot_dequantize_cuda,
     fake=_snapshot_dequantize_fake,
 )
 

@@ -63,12 +63,12 @@ def _token_gather_cpu(
 def _token_gather_cuda(
     bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from .token_gather_kernels import launch_token_gather
+    from .token_gather_kernels import token_gather_call
 
     _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
     outs = _empty_token_gather_outputs(bank, k_idx)
     bank, k_idx, k_eff, q_idx, q_w = (x.contiguous() for x in (bank, k_idx, k_eff, q_idx, q_w))
-    launch_token_gather(bank, None, k_idx, k_eff, q_idx, q_w, None, *outs)
+    token_gather_call(bank, None, k_idx, k_eff, q_idx, q_w, None, *outs).launch()
     return outs
 
 

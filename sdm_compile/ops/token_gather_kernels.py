@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
 from .launch import eviction_hint
 
 
@@ -100,7 +101,7 @@ class TokenGatherConfig:
         )
 
 
-def launch_token_gather(
+def token_gather_call(
     bank: Tensor,
     table: Tensor | None,
     k_idx: Tensor,
@@ -110,7 +111,7 @@ def launch_token_gather(
     residual: tuple[Tensor, Tensor] | None,
     retrieved: Tensor,
     inter: Tensor,
-) -> None:
+) -> KernelCall:
     """One step: fills retrieved and inter [P, C, D] from contiguous inputs.
 
     With `residual` = (v, beta) `retrieved` receives u = beta (v - retrieved). With a `table` the kernel takes the
@@ -118,13 +119,10 @@ def launch_token_gather(
     """
     streams, chunk, writes = k_idx.shape
     reads, (num_slots, width) = q_idx.shape[2], bank.shape
-    if not streams:
-        return
     config = TokenGatherConfig.from_shapes(writes, reads, width)
     v, beta = residual or (retrieved, retrieved)
-    _token_gather_kernel[(triton.cdiv(width, config.columns), streams * chunk)](
-        *(bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w, v, beta, retrieved, inter),
-        *(num_slots, width),
+    tensors = (bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w, v, beta, retrieved, inter)
+    options = dict(
         W=writes,
         R=reads,
         BW=config.rows_w,
@@ -136,3 +134,5 @@ def launch_token_gather(
         num_warps=config.warps,
         enable_fp_fusion=True,
     )
+    grid = (triton.cdiv(width, config.columns), streams * chunk)
+    return KernelCall(_token_gather_kernel, grid, (*tensors, num_slots, width), options)

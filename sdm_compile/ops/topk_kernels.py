@@ -6,7 +6,8 @@ networks over keys without ties. A fold (`_fold_kernel`) of a list of prefixes a
 1. ranks both: a key is a loss and a column, and the best K of each list are kept;
 2. adds up the pairs of ranks (i, j) that can be among the k best, and sorts their losses: the k-th is the last to be
    kept. Losses ascend along the rows and columns of the table of pairs, so a hook of it, row h from (h, h) on and
-   column h below that, needs but a merge;
+   column h below that, needs but a merge. To look at pairs that cannot be among the k best changes nothing: what is
+   better than the last, or as good if nothing is left over, never is such a pair; ties are looked at again;
 3. keeps what is better, and of the pairs as good as the last one those with the smallest slots;
 4. sorts the kept slots and reads their scores again.
 
@@ -26,18 +27,24 @@ import triton.language as tl
 from torch import Tensor
 
 _INF = tl.constexpr(math.inf)
-_NAN = tl.constexpr(math.nan)
+_NO_KEY = tl.constexpr(2.0 - 2.0**-23)  # PACKED, the last column's NaN: no other key is above it
 _MAX_INT32 = tl.constexpr(2**31 - 1)
 _MAX_INT64 = tl.constexpr(2**63 - 1)
 _NO_SLOT = tl.constexpr(2**30)  # above every slot that is an int32
 PACKED_COLUMNS = 2**14  # how many fit under a bfloat16 loss in a float32 key
 MAX_COLUMNS = 256  # ranked at once; no less than k may be
-MAX_PROGRAMS = 4224
+MAX_PROGRAMS = 8448
 
 
 @triton.constexpr_function
 def _log2(n):
     return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def _half(h, k):
+    """The places of the row of hook h, and of its column: no fewer than k for hook 0, k / (h + 1) - h for others."""
+    return k if h == 0 else k // 2 if h < 3 else k // 4
 
 
 @triton.jit
@@ -57,36 +64,6 @@ def _partner(cube, DIM: tl.constexpr, RANK: tl.constexpr):
 
 
 @triton.jit
-def _merge(cube, STAGE: tl.constexpr, RANK: tl.constexpr, FLIP: tl.constexpr, DESCENDING: tl.constexpr):
-    """Sorts the bitonic sequences along the STAGE innermost dimensions.
-
-    FLIP: those in the upper half of dimension STAGE, which then exists, are sorted in descending order.
-    """
-    if cube.dtype == tl.float32:
-        # Elements that are to become the larger of a pair change their sign, so that all take a minimum; the change
-        # from one step's signs to the next one's is a multiplication, which a warp does beside its comparisons.
-        order = -1.0 if DESCENDING else 1.0
-        if FLIP:
-            order = tl.where(_upper(STAGE, RANK), -1.0, 1.0)
-        cube = cube * order
-        signs = 1.0
-        for i in tl.static_range(STAGE):
-            new_signs = tl.where(_upper(STAGE - 1 - i, RANK), -1.0, 1.0)
-            change = signs * new_signs  # a partner has the other sign
-            cube = tl.minimum(cube * change, _partner(cube, STAGE - 1 - i, RANK) * change)
-            signs = new_signs
-        cube = cube * (signs * order)
-    else:
-        for i in tl.static_range(STAGE):
-            other = _partner(cube, STAGE - 1 - i, RANK)
-            larger = _upper(STAGE - 1 - i, RANK) != DESCENDING
-            if FLIP:
-                larger = larger != _upper(STAGE, RANK)
-            cube = tl.where(larger, tl.maximum(cube, other), tl.minimum(cube, other))
-    return cube
-
-
-@triton.jit
 def _smallest(keys, K: tl.constexpr, DESCENDING: tl.constexpr, FROM: tl.constexpr):
     """The K smallest of [ROWS, N] keys, sorted. ROWS, N >= 2 and K >= 2 are powers of two.
 
@@ -96,38 +73,45 @@ def _smallest(keys, K: tl.constexpr, DESCENDING: tl.constexpr, FROM: tl.constexp
     log_k: tl.constexpr = _log2(K)
     rank: tl.constexpr = _log2(keys.shape[0]) + log_n
     cube = tl.reshape(keys, [2] * rank)
+    negative = False
     for stage in tl.static_range(FROM, log_k + 1):
-        cube = _merge(cube, stage, rank, stage < log_n, DESCENDING and stage == log_n)
+        cube, negative = _merge(cube, negative, stage, rank, stage < log_n, DESCENDING and stage == log_n)
     for half in tl.static_range(1, log_n - log_k + 1):
         # An ascending and a descending run of K: the smaller of each pair are the K smallest, and bitonic.
-        cube = tl.min(cube, axis=rank - half - log_k)
-        cube = _merge(cube, log_k, rank - half, half < log_n - log_k, DESCENDING and half == log_n - log_k)
-    return tl.reshape(cube, [keys.shape[0], K])
+        cube = tl.min(_negate(cube, negative), axis=rank - half - log_k)
+        cube, negative = _merge(
+            cube, False, log_k, rank - half, half < log_n - log_k, DESCENDING and half == log_n - log_k
+        )
+    return tl.reshape(_negate(cube, negative), [keys.shape[0], K])
 
 
 @triton.jit
-def _place(N: tl.constexpr, ROWS: tl.constexpr):
-    """The place in `_to_rows` of each element of [LANES, ROWS, N / LANES], which a warp loads lane by lane."""
-    LANES: tl.constexpr = min(N, 32 // ROWS)
-    lane = tl.arange(0, LANES)[:, None, None]
-    n = tl.arange(0, N // LANES)[None, None, :]
-    if N // LANES >= 4:
-        place = (n // (N // LANES // 2)) * (N // 2) + lane * (N // LANES // 2) + n % (N // LANES // 2)
-    else:
-        place = lane * (N // LANES) + n
-    return tl.broadcast_to(place, [LANES, ROWS, N // LANES])
+def _negate(cube, where):
+    return cube * tl.where(where, -1.0, 1.0) if cube.dtype == tl.float32 else cube
 
 
 @triton.jit
-def _to_rows(x):
-    """[LANES, ROWS, N / LANES] to [ROWS, N], neighbours in one thread where a sort meets them most. Moves nothing."""
-    LANES: tl.constexpr = x.shape[0]
-    ROWS: tl.constexpr = x.shape[1]
-    if x.shape[2] >= 4:
-        x = tl.permute(tl.reshape(x, [LANES, ROWS, 2, x.shape[2] // 2]), [1, 2, 0, 3])
-    else:
-        x = tl.permute(x, [1, 0, 2])
-    return tl.reshape(x, [ROWS, x.numel // ROWS])
+def _merge(cube, negative, STAGE: tl.constexpr, RANK: tl.constexpr, FLIP: tl.constexpr, DESCENDING: tl.constexpr):
+    """Sorts the bitonic sequences along the STAGE innermost dimensions.
+
+    FLIP: those in the upper half of dimension STAGE, which then exists, are sorted in descending order.
+
+    Of float32, elements that are to become the larger of a pair change their sign, so that all take a minimum: a
+    multiplication, which a warp does beside its comparisons, and free within a thread. negative: where they have.
+    """
+    for i in tl.static_range(STAGE):
+        larger = _upper(STAGE - 1 - i, RANK) ^ DESCENDING
+        if FLIP:
+            larger ^= _upper(STAGE, RANK)
+        if cube.dtype == tl.float32:
+            cube = _negate(cube, larger ^ negative)
+            # A partner has the other sign. This is the negative minimum, without a change of what a warp exchanges.
+            cube = tl.maximum(cube * -1.0, _partner(cube, STAGE - 1 - i, RANK))
+            negative = larger ^ True
+        else:
+            other = _partner(cube, STAGE - 1 - i, RANK)
+            cube = tl.where(larger, tl.maximum(cube, other), tl.minimum(cube, other))
+    return cube, negative
 
 
 @triton.jit
@@ -139,7 +123,7 @@ def _order(loss):
 
 @triton.jit
 def _key(loss, column, PACKED: tl.constexpr):
-    """A key in the order of loss and column, not the largest one of its dtype.
+    """A key in the order of loss and column.
 
     PACKED: of a bfloat16 loss and 14 bits of the column, as a positive float32. Else int64.
     """
@@ -159,14 +143,20 @@ def _key_column(key, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _key_word(key, PACKED: tl.constexpr):
-    """What a list holds: the column; if PACKED, the bfloat16 loss's bits above it."""
-    column = _key_column(key, PACKED)
+def _entry(key, PACKED: tl.constexpr):
+    """What a list holds, as int64: the loss's bits above the column."""
     if PACKED:
         order = (key.to(tl.int32, bitcast=True) - 2**29) << 2
-        return ((order ^ ((order >> 31) & _MAX_INT32)) & -65536) | column
+        loss = (order ^ ((order >> 31) & _MAX_INT32)) & -65536
     else:
-        return column
+        order = (key >> 32).to(tl.int32)
+        loss = order ^ ((order >> 31) & _MAX_INT32)
+    return (loss.to(tl.int64) << 32) | _key_column(key, PACKED)
+
+
+@triton.jit
+def _entry_loss(entry):
+    return (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -176,14 +166,14 @@ def _rank(
     """The K (or N, if fewer) best of each row's columns as sorted keys; a row's first column is at p_x + o_row.
 
     widths: the number of each row's columns; WIDTH: the largest of them. N: how many to sort at once. FULL: all
-    widths are N. Keys past a row's width are the largest.
+    widths are N. Keys past a row's width are the largest, of a NaN.
     """
     INNER: tl.constexpr = min(N, 8 * (32 // min(o_row.shape[0], 32)))
     o_n = tl.arange(0, N // INNER)[None, :, None] * INNER + tl.arange(0, INNER)[None, None, :]
     if WIDTH <= N:
         return _rank_tile(p_x, o_row, o_n, widths, N, K, PACKED, FULL, False)
     else:
-        best = tl.full([o_row.shape[0], K], _INF if PACKED else _MAX_INT64, tl.float32 if PACKED else tl.int64)
+        best = tl.full([o_row.shape[0], K], _NO_KEY if PACKED else _MAX_INT64, tl.float32 if PACKED else tl.int64)
         for start in range(0, WIDTH, N):
             tile = _rank_tile(p_x, o_row, start + o_n, widths, N, K, PACKED, FULL, True)
             best = _smallest(tl.minimum(best, tile), K, False, _log2(K))
@@ -211,25 +201,13 @@ def _rank_tile(
         x = tl.load(p_x, mask=m_n, other=0.0)
     keys = _key(0.0 - x.to(tl.float32), o_n, PACKED)
     if not FULL:
-        keys = tl.where(m_n, keys, _INF if PACKED else _MAX_INT64)
+        keys = tl.where(m_n, keys, _NO_KEY if PACKED else _MAX_INT64)
     return _smallest(tl.reshape(keys, [o_row.shape[0], N]), min(K, N), DESCENDING, 1)
 
 
 @triton.jit
-def _hook_pairs(place, FIRST: tl.constexpr, HALF: tl.constexpr):
-    """Pairs (h, j >= h), best first, in the lower half of 2 HALF places, and (i > h, h), best last, in the upper half.
-
-    h counts from FIRST, one to 2 HALF places; see `_valid` for the result.
-    """
-    h = FIRST + place // (2 * HALF)
-    n = place % (2 * HALF)
-    rest = tl.where(n < HALF, n, 2 * HALF - n)
-    return tl.where(n < HALF, 256 * h + h + rest, 256 * (h + rest) + h)
-
-
-@triton.jit
 def _other_pairs(place, FIRST: tl.constexpr, k: tl.constexpr, ROOT: tl.constexpr):
-    """The pairs of the hooks h = FIRST .. ROOT - 1, one after the other; see `_valid` for the result."""
+    """The pairs of ranks (i, j), as 256 i + j, of the hooks h = FIRST .. ROOT - 1, one after the other; else 65535."""
     pair = 0 * place + 65535
     start = 0
     for h in tl.static_range(FIRST, ROOT):
@@ -241,54 +219,38 @@ def _other_pairs(place, FIRST: tl.constexpr, k: tl.constexpr, ROOT: tl.constexpr
 
 
 @triton.jit
-def _valid(pair, k: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr):
-    """A pair of ranks (i, j) is 256 i + j; negative if it is none of the k best, or i or j no rank."""
-    i, j = pair >> 8, pair & 255
-    return tl.where(((i + 1) * (j + 1) <= k) & (i < N0) & (j < N1), pair, -1)
+def _is_pair(i, j, k: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr):
+    """Whether there are the ranks i and j, and their pair can be among the k best."""
+    return ((i + 1) * (j + 1) <= k) & (i < N0) & (j < N1)
 
 
 @triton.jit
-def _candidates(
-    p_lists, p_prefix, p_factor, pairs, N1: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr
-):
-    """Losses, NaN where there is no pair, and slots, numbered within this fold. The pointers are [1, ROWS, 1]."""
-    m_c = pairs >= 0
-    i = tl.load(p_lists + (pairs >> 8), mask=m_c, other=0).to(tl.int32)
-    j = tl.load(p_lists + K + (pairs & 255), mask=m_c, other=0).to(tl.int32)
-    if PACKED:
-        loss = (i & -65536).to(tl.float32, bitcast=True) + (j & -65536).to(tl.float32, bitcast=True)
-        i &= 16383
-        j &= 16383
-    else:
-        a = tl.load(p_prefix + i, mask=m_c, other=0.0).to(tl.float32)
-        b = tl.load(p_factor + j, mask=m_c, other=0.0).to(tl.float32)
-        loss = 0.0 - (a + b)
-    return tl.where(m_c, loss, _NAN), i.to(dtype) * N1 + j
+def _pairs(p_a, p_b, i, j, N1: tl.constexpr, dtype: tl.constexpr):
+    """Losses, and slots numbered within this fold."""
+    a, b = tl.load(p_a + i), tl.load(p_b + j)
+    return _entry_loss(a) + _entry_loss(b), a.to(tl.int32).to(dtype) * N1 + b.to(tl.int32)
 
 
 @triton.jit
-def _infinite_or_nan(loss, pairs, last):
+def _infinite_or_nan(loss, is_pair):
     """Losses of rows whose last one is not finite, as numbers: 0 finite, 1 infinite, 2 NaN, 3 no pair."""
-    grade = tl.where(loss == _INF, 1.0, tl.where(pairs >= 0, 2.0, 3.0))
-    return tl.where(last == _INF, tl.where(loss < _INF, 0.0, grade), loss)
+    return tl.where(is_pair, tl.where(loss < _INF, 0.0, tl.where(loss == _INF, 1.0, 2.0)), 3.0)
 
 
 @triton.jit
-def _count(loss, last):
-    """[LANES, ROWS]: how many are better than the last one, and, in units of 65536, how many as good as it."""
-    return tl.sum(tl.where(loss < last, 1, tl.where(loss == last, 65536, 0)), axis=2)
+def _below(x):
+    """The largest float32 below x, NaN for -inf."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0.0, bits - 1, tl.where(x < 0.0, bits + 1, -(2**31) + 1))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _keep(p_work, loss, slot, last, before, better):
-    """Stores the slots better than the last one from p_work on, those as good as it from p_work + better on.
-
-    before: how many there are [LANES, ROWS] before those of each lane, counted as _count does.
-    """
-    count = tl.where(loss < last, 1, tl.where(loss == last, 65536, 0))
-    count = before[:, :, None] + tl.cumsum(count, axis=2)
-    place = tl.where(loss < last, count & 65535, better + (count >> 16)) - 1
-    tl.store(p_work + place, slot, mask=loss <= last)
+def _store_chosen(p_slots, before, slot, chosen):
+    """Stores the chosen of slots [32, n]; before: how many have been [32] before those of each lane, then after."""
+    count = chosen.to(tl.int32)
+    tl.store(p_slots + (before[:, None] + tl.cumsum(count, axis=1) - 1), slot, mask=chosen)
+    return before + tl.sum(count, axis=1)
 
 
 @triton.jit
@@ -301,16 +263,20 @@ def _smallest_slots(slots, K: tl.constexpr, DESCENDING: tl.constexpr, FROM: tl.c
 
 
 @triton.jit
-def _smallest_ties_first(p_ties, ties, wanted, K: tl.constexpr, no_slot: tl.constexpr):
-    """Puts the smallest of each row's slots [ties] first, as many as wanted; p_ties, ties, wanted: [ROWS, 1]."""
-    o_k = tl.arange(0, K)[None, :]
-    best = tl.full([ties.shape[0], K], no_slot, p_ties.dtype.element_ty)
-    for start in range(0, tl.max(tl.max(ties, axis=1), axis=0), K):
-        some = tl.load(p_ties + start + o_k, mask=start + o_k < ties, other=no_slot)
-        best = _smallest_slots(tl.minimum(best, _smallest_slots(some, K, True, 1)), K, False, _log2(K))
-    tl.debug_barrier()
-    tl.store(p_ties + o_k, best, mask=o_k < wanted)
-    tl.debug_barrier()
+def _store_smallest(p_slots, p_ties, ties, wanted, K: tl.constexpr, no_slot: tl.constexpr):
+    """Stores the smallest slots of p_ties [ties], as many as wanted."""
+    dtype: tl.constexpr = p_ties.dtype.element_ty
+    if ties <= 32:
+        o_few = tl.arange(0, 32)[None, :]
+        few = tl.load(p_ties + o_few, mask=o_few < ties, other=no_slot)
+        tl.store(p_slots + o_few, _smallest_slots(few, 32, False, 1), mask=o_few < wanted)
+    else:
+        o_k = tl.arange(0, K)[None, :]
+        best = tl.full([1, K], no_slot, dtype)
+        for start in range(0, ties, K):
+            some = tl.load(p_ties + start + o_k, mask=start + o_k < ties, other=no_slot)
+            best = _smallest_slots(tl.minimum(best, _smallest_slots(some, K, True, 1)), K, False, _log2(K))
+        tl.store(p_slots + o_k, best, mask=o_k < wanted)
 
 
 @triton.jit
@@ -334,105 +300,142 @@ def _fold_kernel(
     K: tl.constexpr,
     HOOKS: tl.constexpr,
     OTHERS: tl.constexpr,
+    WORK: tl.constexpr,
     FIRST: tl.constexpr,
     PACKED: tl.constexpr,
     FULL: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     """The COUNT best of N0 prefixes and the N1 columns at OFFSET in scores [rows, WIDTH], by ascending id.
 
     p_prefix, p_prefix_ids: the prefixes' scores and ids [rows, N0], by ascending id; but if FIRST, they are the columns
-    before OFFSET. p_work: [programs, ROWS, (2 + HOOKS) K + OTHERS] int32 if N0 * N1 is at most 2**30, else int64. K: k
-    as a power of two. HOOKS: how many hooks after the first are sorted as such; OTHERS: places for all other pairs.
-    BN0, BN1: how many to rank at once; equal if FIRST.
+    before OFFSET. p_work: [programs, WORK] int64. K: k as a power of two. HOOKS: how many hooks are sorted as such;
+    OTHERS: places for all other pairs. BN0, BN1: how many to rank at once; equal if FIRST.
     """
-    WORK: tl.constexpr = (2 + HOOKS) * K + OTHERS
     log_k: tl.constexpr = _log2(K)
-    dtype: tl.constexpr = p_work.dtype.element_ty
+    dtype: tl.constexpr = tl.int32 if N0 * N1 <= _NO_SLOT else tl.int64
     no_slot: tl.constexpr = _NO_SLOT if dtype == tl.int32 else _MAX_INT64
-    o_r = tl.arange(0, ROWS)
     o_k = tl.arange(0, K)[None, :]
-    pairs = (_valid(_hook_pairs(_place(2 * K, ROWS), 0, K), k, N0, N1),)
-    pairs += (_valid(_hook_pairs(_place(HOOKS * K, ROWS), 1, K // 2), k, N0, N1),)
-    if OTHERS:
-        pairs += (_valid(_other_pairs(_place(OTHERS, ROWS), 1 + HOOKS, k, ROOT), k, N0, N1),)
-    p_work += tl.program_id(0).to(tl.int64) * (ROWS * WORK)
-    p_work_row = p_work + o_r[:, None] * WORK
-    p_work_spread = p_work + o_r[None, :, None] * WORK
+    # The list of prefixes and, after an entry for places without a pair, that of columns; then the chosen slots and the
+    # tied ones. WORK is odd, lest lanes load more than one entry each, which would mix up their places in a list.
+    p_a = p_work + tl.program_id(0).to(tl.int64) * WORK
+    o_list = tl.arange(0, 4 * K)
+    tl.store(p_a + o_list, tl.full([4 * K], 0x7F800000 << 32, tl.int64), mask=o_list < 2 * K + 1)
 
-    for batch in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tl.minimum(batch * ROWS + o_r.to(tl.int64), rows - 1)  # what is past the end repeats the last row
+    i, j = (), ()
+    for h in tl.static_range(HOOKS):
+        o_h = tl.arange(0, 32)[:, None] + tl.arange(0, _half(h, K) // 32)[None, :] * 32
+        i += (h, h + _half(h, K) - o_h)
+        j += (h + o_h, h)
+    if OTHERS:
+        pairs = _other_pairs(tl.reshape(tl.arange(0, OTHERS), [32, OTHERS // 32]), HOOKS, k, ROOT)
+        i += (tl.where(pairs < 65535, pairs >> 8, K),)
+        j += (tl.where(pairs < 65535, pairs & 255, 0),)
+    LANES: tl.constexpr = min(32, K)
+    unsigned: tl.constexpr = tl.uint32 if dtype == tl.int32 else tl.uint64
+    o_out = tl.reshape(tl.arange(0, K), [LANES, K // LANES])
+    m_out = o_out < COUNT
+
+    for batch in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.full([], batch, tl.int64)
+        # The same p_a, but of each row: its addresses need not be kept in registers all along.
+        p_a = p_work + (tl.full([], batch, tl.uint32) % tl.num_programs(0).to(tl.uint32)).to(tl.int64) * WORK
+        p_b = p_a + K + 1
+        p_slots = (p_b + K).to(tl.pointer_type(dtype))
+        p_ties = p_slots + K
         o_prefix = row * (WIDTH if FIRST else N0)
         o_factor = row * WIDTH + OFFSET
-        tl.debug_barrier()  # the batch before has read its slots
+        tl.debug_barrier()  # the row before has read its slots
         if FIRST:
-            o_list = tl.arange(0, 2 * ROWS)
-            widths = N0 + (o_list % 2) * (N1 - N0)
-            o_both = tl.minimum(batch * ROWS + (o_list // 2).to(tl.int64), rows - 1) * WIDTH + (o_list % 2) * OFFSET
-            keys = _rank(p_scores, o_both, widths, max(N0, N1), BN0, K, PACKED, FULL)
-            p_list = p_work + (o_list // 2 * WORK + o_list % 2 * K)[:, None]
-            tl.store(p_list + tl.arange(0, min(K, BN0))[None, :], _key_word(keys, PACKED))
+            o_both = tl.arange(0, 2)
+            keys = _rank(
+                *(p_scores, row * WIDTH + o_both * OFFSET, N0 + o_both * (N1 - N0), max(N0, N1), BN0, K, PACKED, FULL)
+            )
+            o_n = o_both[:, None] * (K + 1) + tl.arange(0, min(K, BN0))[None, :]
+            tl.store(p_a + o_n, _entry(keys, PACKED))
         else:
-            keys = _rank(p_prefix, o_prefix, N0 + 0 * o_r, N0, BN0, K, False, False)
-            tl.store(p_work_row + tl.arange(0, min(K, BN0))[None, :], _key_word(keys, False))
-            keys = _rank(p_scores, o_factor, N1 + 0 * o_r, N1, BN1, K, False, False)
-            tl.store(p_work_row + K + tl.arange(0, min(K, BN1))[None, :], _key_word(keys, False))
+            o_one = tl.zeros([1], tl.int64)
+            keys = _rank(p_prefix, o_prefix + o_one, N0 + o_one, N0, BN0, K, False, False)
+            tl.store(p_a + tl.arange(0, min(K, BN0))[None, :], _entry(keys, False))
+            keys = _rank(p_scores, o_factor + o_one, N1 + o_one, N1, BN1, K, False, False)
+            tl.store(p_b + tl.arange(0, min(K, BN1))[None, :], _entry(keys, False))
         tl.debug_barrier()
 
-        loss, slot, keys = (), (), ()
-        for n in tl.static_range(len(pairs)):
-            p_a = p_prefix + o_prefix[None, :, None]
-            p_b = p_scores + o_factor[None, :, None]
-            some, slots = _candidates(p_work_spread, p_a, p_b, pairs[n], N1, K, PACKED, dtype)
+        # Rows and columns of pairs ascend even with infinities of both signs, as NaN counts as infinite here.
+        keys, loss, slot = (), (), ()
+        for n in tl.static_range(len(i)):
+            some, slots = _pairs(p_a, p_b, i[n], j[n], N1, dtype)
+            keys += (tl.reshape(tl.trans(tl.minimum(some, _INF)), [1, some.numel]),)
             loss += (some,)
             slot += (slots,)
-            keys += (_to_rows(tl.where(some == some, some, _INF)),)
-        # Rows and columns of pairs ascend even with infinities of both signs, as NaN counts as infinite here.
-        best = _smallest(keys[0], K, False, log_k + 1)
-        best = tl.minimum(best, _smallest(keys[1], K, True, log_k))
+        if HOOKS:
+            best = tl.minimum(keys[0], keys[1])
+        for h in tl.static_range(1, min(HOOKS, 3)):
+            hook = tl.reshape(tl.permute(tl.join(keys[2 * h], keys[2 * h + 1]), [0, 2, 1]), [1, K])
+            best = tl.minimum(_smallest(best, K, False, log_k), _smallest(hook, K, True, log_k))
+        if HOOKS > 3:
+            two = tl.join(tl.join(keys[6], keys[8]), tl.join(keys[7], keys[9]))  # [1, K / 4, hook, row or column]
+            two = tl.reshape(tl.permute(two, [0, 2, 3, 1]), [1, K])
+            best = tl.minimum(_smallest(best, K, False, log_k), _smallest(two, K, True, log_k - 1))
         if OTHERS:
-            best = _smallest(best, K, False, log_k)
-            best = tl.minimum(best, _smallest(keys[2], K, True, 1))
+            others = tl.reshape(keys[2 * HOOKS], [OTHERS // 32, 32])
+            if OTHERS > K and OTHERS >= 128:  # halves that meet in a thread
+                others = tl.permute(tl.reshape(others, [2, OTHERS // 64, 32]), [0, 2, 1])
+            else:
+                others = tl.trans(others)
+            others = _smallest(tl.reshape(others, [1, OTHERS]), K, True, 1)
+            if HOOKS:
+                best = tl.minimum(_smallest(best, K, False, log_k), others)
+            else:
+                best = others
         if COUNT < K:
-            best = _smallest(best, K, False, log_k)
-        last = tl.max(tl.where(o_k < COUNT, best, -_INF), axis=1)[None, :, None]
-        if tl.max(tl.max(tl.max(last, axis=2), axis=1), axis=0) == _INF:
+            best = _smallest(best, K, False, 1 if HOOKS == 0 else log_k)
+        last = tl.max(tl.max(tl.where(o_k < COUNT, best, -_INF), axis=1), axis=0)
+        if last == _INF:
             graded = ()
-            finite_or_infinite = tl.zeros([ROWS], tl.int32)
-            for n in tl.static_range(len(pairs)):
-                some = _infinite_or_nan(loss[n], pairs[n], last)
-                finite_or_infinite += tl.sum(tl.sum((some < 2.0).to(tl.int32), axis=2), axis=0)
+            finite_or_infinite = 0
+            for n in tl.static_range(len(i)):
+                some = _infinite_or_nan(loss[n], _is_pair(i[n], j[n], k, N0, N1))
+                finite_or_infinite += tl.sum(tl.sum((some < 2.0).to(tl.int32), axis=1), axis=0)
                 graded += (some,)
             loss = graded
-            last = tl.where(last == _INF, tl.where(finite_or_infinite >= COUNT, 1.0, 2.0)[None, :, None], last)
+            last = tl.where(finite_or_infinite >= COUNT, 1.0, 2.0)
 
-        tl.debug_barrier()  # the slots go where the lists were
-        before = ()
-        total = tl.zeros([ROWS], tl.int32)
-        for n in tl.static_range(len(pairs)):
-            count = _count(loss[n], last)
-            before += (total[None, :] + tl.cumsum(count, axis=0) - count,)
-            total += tl.sum(count, axis=0)
-        better = total & 65535
-        for n in tl.static_range(len(pairs)):
-            _keep(p_work_spread, loss[n], slot[n], last, before[n], better[None, :, None])
+        lanes = tl.zeros([32], tl.int32)
+        for n in tl.static_range(len(loss)):
+            lanes += tl.sum((loss[n] <= last).to(tl.int32), axis=1)
+        limit = last
+        if tl.sum(lanes, axis=0) > COUNT:
+            limit = _below(last)
+            lanes = tl.zeros([32], tl.int32)
+            ties = tl.zeros([32], tl.int32)
+            for n in tl.static_range(len(loss)):
+                lanes += tl.sum((loss[n] < last).to(tl.int32), axis=1)
+                ties += tl.sum(((loss[n] == last) & _is_pair(i[n], j[n], k, N0, N1)).to(tl.int32), axis=1)
+            before = tl.cumsum(ties, axis=0) - ties
+            for n in tl.static_range(len(loss)):
+                tie = (loss[n] == last) & _is_pair(i[n], j[n], k, N0, N1)
+                before = _store_chosen(p_ties, before, slot[n], tie)
+            tl.debug_barrier()
+            better = tl.sum(lanes, axis=0)
+            _store_smallest(p_slots + better, p_ties, tl.sum(ties, axis=0), COUNT - better, K, no_slot)
+        before = tl.cumsum(lanes, axis=0) - lanes
+        for n in tl.static_range(len(loss)):
+            before = _store_chosen(p_slots, before, slot[n], loss[n] <= limit)
         tl.debug_barrier()
-        ties = total >> 16
-        if tl.max(better + ties, axis=0) > COUNT:
-            _smallest_ties_first(p_work_row + better[:, None], ties[:, None], COUNT - better[:, None], K, no_slot)
-        kept = _smallest_slots(tl.load(p_work_row + o_k, mask=o_k < COUNT, other=no_slot), K, False, 1)
+        kept = _smallest_slots(tl.load(p_slots + o_k, mask=o_k < COUNT, other=no_slot), K, False, 1)
 
-        m_out = o_k < COUNT
-        i, j = kept // N1, kept % N1
-        a = tl.load(p_prefix + o_prefix[:, None] + i, mask=m_out, other=0.0).to(tl.float32)
-        b = tl.load(p_scores + o_factor[:, None] + j, mask=m_out, other=0.0).to(tl.float32)
+        # [LANES, K / LANES], as lane by lane is how a warp loads what is anywhere.
+        kept = tl.reshape(kept, [LANES, K // LANES])
+        prefix = kept.to(unsigned) // N1
+        column = kept.to(unsigned) % N1
+        a = tl.load(p_prefix + o_prefix + prefix, mask=m_out, other=0.0).to(tl.float32)
+        b = tl.load(p_scores + o_factor + column, mask=m_out, other=0.0).to(tl.float32)
         if FIRST:
             ids = kept.to(tl.int64)
         else:
-            ids = tl.load(p_prefix_ids + row[:, None] * N0 + i, mask=m_out, other=0) * N1 + j
-        o_out = row[:, None] * COUNT + o_k
-        tl.store(p_values + o_out, (a + b).to(p_values.dtype.element_ty), mask=m_out)
-        tl.store(p_ids + o_out, ids, mask=m_out)
+            ids = tl.load(p_prefix_ids + row * N0 + prefix, mask=m_out, other=0) * N1 + column.to(tl.int64)
+        tl.store(p_values + row * COUNT + o_out, (a + b).to(p_values.dtype.element_ty), mask=m_out)
+        tl.store(p_ids + row * COUNT + o_out, ids, mask=m_out)
 
 
 @triton.jit
@@ -440,20 +443,17 @@ def _one_factor_kernel(
     p_scores,
     p_values,
     p_ids,
-    rows,
     N: tl.constexpr,
     BN: tl.constexpr,
     k: tl.constexpr,
     K: tl.constexpr,
     PACKED: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     """The k best columns of scores [rows, N], ascending."""
     o_k = tl.arange(0, min(K, BN))[None, :]
-    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_row = tl.program_id(0) + tl.zeros([1], tl.int64)
     m_out = o_k < k
-    o_row = tl.minimum(o_row, rows - 1)  # what is past the end repeats the last row
-    keys = _rank(p_scores, o_row * N, N + tl.zeros([ROWS], tl.int32), N, BN, K, PACKED, False)
+    keys = _rank(p_scores, o_row * N, N + tl.zeros([1], tl.int32), N, BN, K, PACKED, False)
     columns = _smallest_slots(tl.where(o_k < k, _key_column(keys, PACKED), _NO_SLOT), min(K, BN), False, 1)
     values = tl.load(p_scores + o_row[:, None] * N + columns, mask=m_out, other=0.0)
     tl.store(p_values + o_row[:, None] * k + o_k, values, mask=m_out)
@@ -492,25 +492,28 @@ class FoldConfig:
     """How one fold, or the ranking of a single factor, is launched."""
 
     k: int  # of the ranks and places, a power of two
-    hooks: int  # hooks after the first that are sorted as such
+    hooks: int  # that are sorted as such
     others: int  # places for the pairs of all other hooks
     columns: tuple[int, int]  # ranked at once, of the prefixes and of the factor
-    rows: int  # of scores, at a time and program
     programs: int
+    registers: int  # of a thread, for bfloat16, so that many programs run at once
 
     @classmethod
     def from_shapes(cls, rows: int, widths: tuple[int, int], k: int) -> FoldConfig:
         places = max(2, triton.next_power_of_2(k))
-        hooks = 1 if k <= 32 else 2 if k <= 128 else 4  # the fewest places to sort, by counting comparisons
-        others = sum(2 * (k // h - h) + 1 for h in range(hooks + 2, math.isqrt(k) + 1))
+        hooks = 0 if places < 32 else 1 if places < 64 else 3 if places < 128 else 5  # as far as they fill a warp
+        others = sum(2 * (k // h - h) + 1 for h in range(hooks + 1, math.isqrt(k) + 1))
         columns = tuple(min(MAX_COLUMNS, max(2, triton.next_power_of_2(n))) for n in widths)
+        # Measured on an H200, us at two factors of 256: 65,536 rows and k = 64 219 with 96 registers and 8448 programs,
+        # 233 with 4224, 230 with no limit to the registers; 32,768 rows and k = 128 216 with 128 registers and 8448
+        # programs, 223 with 4224, 234 with 168 registers, 259 with no limit.
         return cls(
             k=places,
             hooks=hooks,
-            others=max(places, triton.next_power_of_2(others)) if others else 0,
+            others=max(32, places, triton.next_power_of_2(others)) if others else 0,
             columns=(columns[0], columns[1]),
-            rows=1,
             programs=min(MAX_PROGRAMS, rows),
+            registers=96 if places <= 64 else 128 if places <= 128 else 255,
         )
 
 
@@ -529,14 +532,13 @@ def launch_topk(
     packed = scores.dtype == torch.bfloat16 and max(factors) <= PACKED_COLUMNS
     if len(factors) == 1:
         config = configure(rows, (width, 1), k)
-        _one_factor_kernel[(triton.cdiv(rows, config.rows),)](
-            *(scores, values, ids, rows),
+        _one_factor_kernel[(rows,)](
+            *(scores, values, ids),
             N=width,
             BN=config.columns[0],
             k=k,
             K=config.k,
             PACKED=packed,
-            ROWS=config.rows,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -551,10 +553,10 @@ def launch_topk(
             fold_ids = ids.new_empty((rows, count))
         config = configure(rows, (slots, n), k)
         columns = (max(config.columns),) * 2 if first else config.columns
-        places = (2 + config.hooks) * config.k + config.others
-        work = ids.new_empty(
-            (config.programs, config.rows, places), dtype=torch.int32 if slots * n <= _NO_SLOT.value else torch.int64
-        )
+        # Lists of k ranks, slots and ties; of slots beyond int32, one takes as much as an entry of a list.
+        places = (1 + config.hooks) * config.k + config.k + config.others
+        size = 2 * config.k + 1 + (places // 2 if slots * n <= _NO_SLOT.value else places)
+        work = ids.new_empty((config.programs, size | 1))
         _fold_kernel[(config.programs,)](
             *(prefix, prefix_ids, scores, fold_values, fold_ids, work, rows),
             WIDTH=width,
@@ -569,11 +571,12 @@ def launch_topk(
             K=config.k,
             HOOKS=config.hooks,
             OTHERS=config.others,
+            WORK=work.shape[1],
             FIRST=first,
             PACKED=packed and first,
             FULL=slots == n == columns[0],
-            ROWS=config.rows,
             num_warps=1,
+            maxnreg=config.registers if packed and first else None,
             enable_fp_fusion=False,
         )
         prefix, prefix_ids, slots = fold_values, fold_ids, count

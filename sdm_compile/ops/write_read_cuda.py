@@ -6,7 +6,7 @@ single step would exceed the bound runs in groups of streams. Neither changes a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .decay_write_kernels import launch_decay_write, write_warps
-from .dual_matmul_kernels import launch_lower_matmul
-from .launch import launches_early, replay, run_plainly
+from .bound import ALIGNMENT, KernelCall, each_step
+from .decay_write_kernels import Links, decay_write_by_token_call, decay_write_call, writes_by_token
+from .dual_matmul_kernels import lower_matmul_call
+from .launch import replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
@@ -25,15 +26,27 @@ from .situation import Situation, current_situation
 from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
 from .step_loop import run_in_order
-from .token_gather_kernels import launch_token_gather
+from .token_gather_kernels import token_gather_call
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
+SLABS = 4  # slabs of a call at least, so that one's preparation runs under another's steps
 
 
 def working_bytes(bank: Tensor, streams: int) -> int:
     """Working memory that a call may take, for two slabs: more where the bank or the batch is larger, never with T."""
-    by_bank = min(bank.numel() * bank.element_size() * 7 // 10, 288 * 2**20)
+    by_bank = min(bank.numel() * bank.element_size() * 7 // 10, 576 * 2**20)
     return max(64 * 2**20, by_bank, streams * 4 * 2**20)
+
+
+def slab_steps(limit: int, steps: int) -> int:
+    """Steps per slab, a power of two, of a call of so many steps of which `limit` at a time fit into working memory.
+
+    Measured on an H200, ms per call: 512 steps in 8 slabs 12.9, in 15 13.2; 128 steps in 5, 10 and 20 slabs 12.5, 12.0
+    and 12.1; 16 steps of a chunk of 256 in 2, 4 and 8 slabs 5.6, 5.0 and 5.1, and, twice as large, in 4 and 8 9.6 and
+    10.1.
+    """
+    most = max(1, min(SLAB_STEPS, limit, steps // SLABS))
+    return 1 << (most.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Shape:
     num_slots: int
     dtype: torch.dtype
     precision: str
+    by_token: bool = False  # which of the decay-and-write's kernels it takes
 
 
 class Slab(NamedTuple):
@@ -95,33 +109,29 @@ class _SlabStages:
     """The stages of a slab's steps as launches. With a table the bank's address comes from there."""
 
     def __init__(self, bank: Tensor, table: Tensor | None, slab: Slab, shape: Shape) -> None:
-        self.bank, self.table, self.slab = bank, table, slab
+        staged, fields = slab.staged, slab.fields
+        early = shape.by_token and bank.is_cuda  # Triton's interpreter knows no early launch
         by_step = (shape.steps, shape.streams, shape.chunk * shape.writes)
-        self.first_weight, self.first_token = (
-            x.view(by_step) for x in (slab.scratch.first_weight, slab.scratch.first_token)
+        leads = [x.view(by_step) for x in (slab.scratch.lead_value, slab.scratch.lead_index)]
+
+        def gather(step: int) -> KernelCall:
+            rows = (staged.k_idx[step], fields.k_eff[step], staged.q_idx[step], fields.q_w[step])
+            residual = (staged.v[step], staged.beta[step])
+            return token_gather_call(bank, table, *rows, residual, slab.u[step], slab.inter[step])
+
+        def dual_matmul(step: int) -> KernelCall:
+            return lower_matmul_call(slab.X[step], slab.u[step], slab.delta, bank.dtype, early=early)
+
+        def write(step: int) -> KernelCall:
+            if shape.by_token:
+                links = Links(staged.k_idx[step], fields.write_w[step], leads[0][step], leads[1][step])
+                return decay_write_by_token_call(bank, table, slab.delta, links, early)
+            groups = StepGroups(*(getattr(fields, name)[step] for name in StepGroups._fields))
+            return decay_write_call(bank, table, slab.delta, groups, [x[step] for x in leads])
+
+        self.gather, self.dual_matmul, self.write = (
+            each_step(call, shape.steps) for call in (gather, dual_matmul, write)
         )
-        warps = write_warps(shape.streams, shape.chunk, shape.writes, shape.head_dim)
-        self.early = launches_early(bank.device, shape.chunk, warps)
-
-    def gather(self, step: int) -> None:
-        slab, staged, fields = self.slab, self.slab.staged, self.slab.fields
-        launch_token_gather(
-            self.bank,
-            self.table,
-            *(staged.k_idx[step], fields.k_eff[step], staged.q_idx[step], fields.q_w[step]),
-            residual=(staged.v[step], staged.beta[step]),
-            retrieved=slab.u[step],
-            inter=slab.inter[step],
-        )
-
-    def dual_matmul(self, step: int) -> None:
-        slab = self.slab
-        launch_lower_matmul(slab.X[step], slab.u[step], slab.delta, self.bank.dtype, early=self.early)
-
-    def write(self, step: int) -> None:
-        groups = StepGroups(*(getattr(self.slab.fields, name)[step] for name in StepGroups._fields))
-        first = (self.first_weight[step], self.first_token[step])
-        launch_decay_write(self.bank, self.table, self.slab.delta, groups, first, early=self.early)
 
 
 class _SlabLoop:
@@ -145,25 +155,37 @@ class _SlabLoop:
 
     def couple(self, slab: Slab) -> None:
         staged, fields = slab.staged, slab.fields
-        launch_phase1(staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val, fields, slab.scratch)
+        inputs = (staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val)
+        launch_phase1(*inputs, fields, slab.scratch, self.signature.by_token)
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
         run_in_order(_SlabStages(self.bank, table, slab, self.signature), self.signature.steps)
 
     def read(self, slab: Slab) -> None:
-        launch_lower_matmul(
+        lower_matmul_call(
             slab.QX.flatten(0, 1),
             slab.u.flatten(0, 1),
             self.readings,
             self.bank.dtype,
             plus=slab.inter.flatten(0, 1),
             unstage=(self.first_token, self.signature.streams),
-        )
+        ).launch()
 
 
 def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> None:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing."""
+    # A bank at an odd address would need kernels of its own in every captured loop.
+    plain = current_situation(bank.device) is Situation.CAPTURING or bank.data_ptr() % ALIGNMENT != 0
+    for loops in call_loops(bank, inputs, chunk_size, readings):
+        if plain:
+            run_plainly(loops, bank)
+        else:
+            replay(loops, bank)
+
+
+def call_loops(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> Iterator[list[_SlabLoop]]:
+    """A call's slabs in order: one list for each group of streams."""
     k_idx, _, _, _, g, q_idx, _ = inputs
     streams, tokens, writes = k_idx.shape
     if not streams or not tokens:
@@ -174,17 +196,16 @@ def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, rea
     )
     limit = working_bytes(bank, streams) // 2 // step_bytes(bank, shape)  # steps of one stream
     group = max(1, min(streams, limit))
-    # A bank at an odd address would need kernels of its own in every captured loop.
-    plain = current_situation(bank.device) is Situation.CAPTURING or bank.data_ptr() % 16 != 0
     for p in range(0, streams, group):
         part = tuple(x[p : p + group] for x in inputs)
         count = part[0].shape[0]
-        slab_shape = replace(shape, steps=max(1, min(SLAB_STEPS, limit // count)), streams=count)
-        loops = _slab_loops(bank, part, readings[p : p + group], slab_shape)
-        if plain:
-            run_plainly(loops, bank)
-        else:
-            replay(loops, bank)
+        slab_shape = replace(
+            shape,
+            steps=slab_steps(limit // count, num_steps(tokens, chunk_size)),
+            streams=count,
+            by_token=writes_by_token(bank, count, chunk_size, writes),
+        )
+        yield _slab_loops(bank, part, readings[p : p + group], slab_shape)
 
 
 def _slab_loops(bank: Tensor, inputs: Sequence[Tensor], readings: Tensor, shape: Shape) -> list[_SlabLoop]:

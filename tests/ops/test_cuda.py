@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_compile import sdm_write_read, sdm_write_read_
+from sdm_compile import product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
 from sdm_compile.ops import write_read_cuda
 from sdm_compile.ops.launch import captured_loops, free_captured_loops
 from tests.cases import SEVERAL, Case
@@ -125,3 +125,54 @@ def test_ids_beyond_the_bank_touch_nothing() -> None:
         readings = sdm_write_read_(bank, *inputs, **settings)
     assert readings.isfinite().all()
     assert (fence[:32] == 7).all() and (fence[-32:] == 7).all()
+
+
+def test_hooks_see_every_launch_and_change_no_bit() -> None:
+    triton = pytest.importorskip("triton")
+    (memory, *inputs), settings = call(SEVERAL[0], torch.bfloat16)
+    token = [x[:, 0].contiguous() for x in inputs]
+    seen: list[str] = []
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    def decoded() -> list[Tensor]:
+        bank = memory.clone()
+        return [sdm_decode_step(bank, *token), bank]
+
+    with torch.no_grad():
+        expected, expected_token = sdm_write_read(memory, *inputs, **settings), decoded()
+        assert_same_bits(decoded(), expected_token)
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            assert_same_bits(decoded(), expected_token)
+            assert seen == ["_decode_step_kernel"]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = sdm_write_read(memory, *inputs, **settings)
+            steps = -(-inputs[0].shape[1] // settings["chunk_size"])
+            assert seen.count("_token_gather_kernel") >= steps
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+        graph.replay()
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_on_a_device_that_is_not_the_current_one() -> None:
+    (memory, *inputs), settings = call(SEVERAL[0], torch.bfloat16)
+    scores = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).cuda()
+
+    def results(device: str) -> list[Tensor]:
+        bank, *others = (x.to(device) for x in (memory, *inputs))
+        reading = sdm_decode_step(bank, *(x[:, 0].contiguous() for x in others))
+        eager = [sdm_write_read(bank, *others, **settings) for _ in range(2)]  # the second one is a replay
+        assert_same_bits(*eager)
+        return [reading, bank, *eager[0], *product_key_topk(scores.to(device), (16, 8), 5)]
+
+    with torch.no_grad():
+        expected = results("cuda:0")
+        elsewhere = results("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert all(x.device == torch.device("cuda:1") for x in elsewhere)
+    assert_same_bits([x.cpu() for x in elsewhere], [x.cpu() for x in expected])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sdm_compile import repeated_write_slots, sdm_write_read
-from sdm_compile.ops import decay_write, dual_matmul, phase1, solve, staging, token_gather
+from sdm_compile.ops import decay_write, dual_matmul, phase1, row_quant, solve, staging, token_gather
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
@@ -25,11 +25,12 @@ from sdm_compile.ops import (  # noqa: E402
     decay_write_kernels,
     dual_matmul_kernels,
     phase1_kernels,
+    row_quant_kernels,
     solve_kernels,
     staging_kernels,
     token_gather_kernels,
 )
-from sdm_compile.ops.layout import StepGroups  # noqa: E402
+from sdm_compile.ops.snapshot import SNAPSHOT_MODES  # noqa: E402
 from sdm_compile.ops.write_read_cuda import Shape, _slab_loops  # noqa: E402
 
 ON_CUDA: dict[str, Callable[..., Any]] = {
@@ -40,6 +41,8 @@ ON_CUDA: dict[str, Callable[..., Any]] = {
     "token_gather": token_gather._token_gather_cuda,
     "dual_matmul": dual_matmul._dual_matmul_cuda,
     "decay_write": decay_write._decay_write_cuda,
+    "snapshot_quantize": row_quant._snapshot_quantize_cuda,
+    "snapshot_dequantize": row_quant._snapshot_dequantize_cuda,
 }
 
 
@@ -63,14 +66,14 @@ def test_stage(case: OpCase, sample: Sample) -> None:
     assert_close(tensors(ON_CUDA[case.op](*args)), case.expected(args))
 
 
-def write_read(case: Case, inputs: list[Tensor], steps: int) -> tuple[Tensor, Tensor]:
+def write_read(case: Case, inputs: list[Tensor], steps: int, by_token: bool = False) -> tuple[Tensor, Tensor]:
     """What a call does on CUDA, in slabs of so many steps, one launch after the other."""
     memory, *inputs = inputs
     bank = memory.clone()
     readings = torch.full((case.streams, case.tokens, case.head_dim), float("nan"), dtype=bank.dtype)
     gates = inputs[4].shape[2]
     sizes = (steps, case.streams, case.chunk_size, case.writes, case.reads, gates, case.head_dim, bank.shape[0])
-    for loop in _slab_loops(bank, inputs, readings, Shape(*sizes, bank.dtype, precision="highest")):
+    for loop in _slab_loops(bank, inputs, readings, Shape(*sizes, bank.dtype, "highest", by_token)):
         slab = loop.make_memory()
         loop.stage(slab)
         loop.couple(slab)
@@ -90,6 +93,7 @@ def test_call(case: Case) -> None:
     assert repeated_write_slots() == repeats
     assert_close(got, expected)
     assert_same_bits(write_read(case, inputs, steps=1), got)
+    assert_same_bits(write_read(case, inputs, steps=4, by_token=True), got)
 
 
 @in_the_interpreter
@@ -127,6 +131,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 
 
@@ -155,7 +160,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     kernels = set()
     modules = (
         *(staging_kernels, phase1_kernels, solve_kernels),
-        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels),
+        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels),
     )
     for module in modules:
         for name, kernel in list(vars(module).items()):
@@ -164,14 +169,18 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
                 monkeypatch.setattr(module, name, Recorder(kernel, launches))
     case = replace(RAGGED, chunk_size=32, tokens=40, writes=20, write_gates=dtype == torch.float32)
     inputs = list(case.make(dtype))
-    write_read(case, inputs, steps=1)
+    for by_token in (False, True):
+        write_read(case, inputs, steps=1, by_token=by_token)
     staging_kernels.launch_unstage_readings(torch.empty(2, 3, 4, 5), torch.empty(3, 7, 5))
+    for mode in SNAPSHOT_MODES:
+        payload, scales = row_quant._snapshot_quantize_cuda(inputs[0], mode)
+        row_quant._snapshot_dequantize_cuda(payload, scales, mode, case.head_dim, dtype)
     if capability >= 90:
         X, u, table = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim), torch.empty(1, dtype=torch.int64)
-        ids = [torch.empty(2, 640 + more, dtype=torch.int32) for more in (0, 1, 0)]
-        groups = StepGroups(torch.empty(2, 32, 20), torch.empty(2, 640), *ids)
-        dual_matmul_kernels.launch_lower_matmul(X, u, u, dtype, early=True)
-        decay_write_kernels.launch_decay_write(inputs[0], table, u, groups, None, early=True)
+        weights, links = torch.empty(2, 32, 20), torch.empty(2, 640, dtype=torch.int32)
+        dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, early=True).launch()
+        writes = decay_write_kernels.Links(links.view(2, 32, 20), weights, weights, links)
+        decay_write_kernels.decay_write_by_token_call(inputs[0], table, u, writes, early=True).launch()
     assert {kernel for kernel, _, _ in launches} == kernels
     for kernel, args, kwargs in launches:
         assert compile_launch(kernel, args, kwargs, capability).asm["cubin"]

@@ -84,15 +84,17 @@ def test_is_the_cpu_kernel_exactly(factors: tuple[int, ...], k: int, dtype: torc
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("factors", "k"), [((20, 20), 64), ((16, 30), 100), ((20, 24), 256)])
+@pytest.mark.parametrize(("factors", "k"), [((9, 11), 32), ((20, 20), 64), ((16, 30), 100), ((20, 24), 256)])
 def test_many_candidates(factors: tuple[int, ...], k: int) -> None:
     assert_topk(normal(1, sum(factors)).bfloat16(), factors, k)
     assert_topk(torch.zeros(1, sum(factors)).bfloat16(), factors, k)  # more ties than are sorted at once
+    for choices in ([0.0, 1.0, 2.0, 3.0], [INF, -INF, 1.0], [NAN, -INF, INF, 0.0]):
+        assert_topk(drawn(choices, 1, sum(factors), torch.bfloat16), factors, k)
 
 
 @in_the_interpreter
 @every_dtype
-@pytest.mark.parametrize(("factors", "k"), [((6, 5), 7), ((4, 3), 12), ((2, 3, 2), 5), ((9,), 5)])
+@pytest.mark.parametrize(("factors", "k"), [((6, 5), 7), ((4, 3), 12), ((3, 9), 20), ((2, 3, 2), 5), ((9,), 5)])
 def test_ties_nan_and_infinities(factors: tuple[int, ...], k: int, dtype: torch.dtype) -> None:
     for choices in ([0.0, -0.0, 1.0], [NAN, INF, -INF, 0.0, -0.0, 1.0, 2.0], [INF, -INF, 1.0], [NAN, -INF], [NAN]):
         assert_topk(drawn(choices, 3, sum(factors), dtype), factors, k)
@@ -149,7 +151,7 @@ def test_slots_beyond_int32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("factors", "k"), [((7, 11), 6), ((3, 2, 5), 4), ((17,), 4)])
 def test_launch_shapes_change_nothing(factors: tuple[int, ...], k: int) -> None:
     scores = drawn([NAN, INF, 0.0, 1.0, 2.0, 3.0], 5, sum(factors), F32)
-    for changes in ({"rows": 2}, {"rows": 4, "programs": 1}, {"programs": 2}):
+    for changes in ({"programs": 1}, {"programs": 2}):
         assert_topk(scores, factors, k, **changes)
 
 
@@ -170,15 +172,17 @@ def test_backward_is_the_cpu_kernel_exactly(factors: tuple[int, ...], k: int, dt
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
     fold = {"WIDTH": 32, "OFFSET": 16, "N0": 16, "N1": 16, "BN0": 16, "BN1": 16, "k": 9, "ROOT": 3, "COUNT": 9, "K": 16}
-    fold |= {"HOOKS": 1, "OTHERS": 16, "FIRST": True, "PACKED": True, "FULL": True, "ROWS": 1}
+    fold |= {"HOOKS": 0, "OTHERS": 32, "WORK": 97, "FIRST": True, "PACKED": True, "FULL": True}
+    hooks = fold | {"k": 64, "ROOT": 8, "COUNT": 64, "K": 64, "HOOKS": 3, "OTHERS": 64, "WORK": 321}
     later = fold | {"COUNT": 9, "FIRST": False, "PACKED": False, "FULL": False}
-    pointers = ["*bf16", "*i64", "*bf16", "*bf16", "*i64", "*i32", "i32"]
-    one = {"N": 16, "BN": 16, "k": 9, "K": 16, "PACKED": True, "ROWS": 1}
+    pointers = ["*bf16", "*i64", "*bf16", "*bf16", "*i64", "*i64", "i32"]
+    one = {"N": 16, "BN": 16, "k": 9, "K": 16, "PACKED": True}
     back = {"WIDTH": 32, "OFFSET": 16, "N": 16, "STRIDE": 1, "k": 9, "BN": 16}
     for kernel, types, constants in (
         (_fold_kernel, pointers, fold),
-        (_fold_kernel, ["*fp32", *pointers[1:5], "*i64", "i32"], later),
-        (_one_factor_kernel, ["*bf16", "*bf16", "*i64", "i32"], one),
+        (_fold_kernel, pointers, hooks),
+        (_fold_kernel, ["*fp32", *pointers[1:]], later),
+        (_one_factor_kernel, ["*bf16", "*bf16", "*i64"], one),
         (_topk_bwd_kernel, ["*fp32", "*i64", "*fp32"], back),
     ):
         names = [name for name in kernel.arg_names if name not in constants]

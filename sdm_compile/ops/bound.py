@@ -1,0 +1,110 @@
+"""Kernel launches as values: launched through Triton, or bound, with everything but the addresses resolved beforehand.
+
+Triton looks a kernel up for every launch, by its arguments' dtypes, alignments and divisibilities. Within a step loop,
+and from one decode step to the next, nothing of that changes: a bound kernel passes the driver new addresses alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; what Triton compiles a kernel's addresses for, or not
+
+
+class KernelCall(NamedTuple):
+    """One launch: the kernel's parameters by position, its constants and launch options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Tensor | int, ...]
+    options: dict[str, Any]
+
+    def launch(self) -> None:
+        """Launches through Triton on the current stream; compiles first what is not compiled yet."""
+        if all(self.grid):
+            self.kernel[self.grid](*self.args, **self.options)
+
+    def addresses(self) -> list[int]:
+        """Where its tensors lie, in the order of the parameters."""
+        return [arg.data_ptr() for arg in self.args if isinstance(arg, Tensor)]
+
+
+def can_bind(kernel: Any) -> bool:
+    """Whether launches may pass Triton by: not where a hook or a debug setting wants to see them, nor interpreted."""
+    runtime = triton.knobs.runtime
+    return not (
+        runtime.launch_enter_hook.calls
+        or runtime.launch_exit_hook.calls
+        or runtime.debug
+        or runtime.interpret
+        or kernel.pre_run_hooks
+    )
+
+
+class BoundKernel:
+    """The kernel of a call, compiled and loaded on the current device, for tensors of other addresses.
+
+    Addresses may be less aligned than the call's own only where those were not aligned either.
+    """
+
+    def __init__(self, call: KernelCall) -> None:
+        self.kernel = call.kernel
+        compiled = call.kernel.warmup(*call.args, grid=call.grid, **call.options)
+        names = call.kernel.arg_names
+        values = {**call.options, **dict(zip(names, call.args, strict=False))}
+        args = [values[name] for name in names]
+        self._tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        self._args = [None if isinstance(arg, Tensor) else arg for arg in args]  # keeps no tensor alive
+        self._grid = (*call.grid, 1, 1)[:3]
+        self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+        self._device = triton.runtime.driver.active.get_current_device()
+
+    def launch(self, addresses: Sequence[int]) -> None:
+        """Launches on the current stream, which must be of the device that it was bound on."""
+        args = self._args.copy()
+        for i, address in zip(self._tensors, addresses, strict=True):
+            args[i] = address
+        stream = triton.runtime.driver.active.get_current_stream(self._device)
+        self._run(*self._grid, stream, self._function, self._metadata, None, None, None, *args)
+
+
+class CallsOfOneSignature:
+    """Launches `call(*tensors)` for tensors that differ from call to call in their addresses alone."""
+
+    def __init__(self, call: Callable[..., KernelCall]) -> None:
+        self._call = call
+        self._bound: BoundKernel | None = None
+
+    def launch(self, *tensors: Tensor) -> None:
+        """Launches on the current stream; bound, where every tensor is aligned and nothing wants to see launches."""
+        addresses = [x.data_ptr() for x in tensors]
+        if self._bound is not None and can_bind(self._bound.kernel) and _aligned(addresses):
+            self._bound.launch(addresses)
+            return
+        call = self._call(*tensors)
+        call.launch()
+        if all(call.grid) and can_bind(call.kernel) and _aligned(addresses):
+            self._bound = BoundKernel(call)
+
+
+def _aligned(addresses: Sequence[int]) -> bool:
+    return not reduce(or_, addresses) % ALIGNMENT
+
+
+def each_step(call: Callable[[int], KernelCall], steps: int) -> Callable[[int], None]:
+    """Launches `call(step)` for any step. The calls may differ in their tensors' addresses alone, evenly spaced."""
+    first = call(0)
+    if steps == 1 or not can_bind(first.kernel):
+        return lambda step: call(step).launch()
+    start, second = first.addresses(), call(1).addresses()
+    strides = [b - a for a, b in zip(start, second, strict=True)]
+    if not _aligned((*start, *strides)):
+        return lambda step: call(step).launch()  # Triton compiles a kernel for each mixture of alignments
+    kernel = BoundKernel(first)
+    return lambda step: kernel.launch([a + step * stride for a, stride in zip(start, strides, strict=True)])
