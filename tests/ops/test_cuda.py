@@ -164,7 +164,7 @@ def test_on_a_device_that_is_not_the_current_one() -> None:
     scores = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).cuda()
 
     def results(device: str) -> list[Tensor]:
-        bank, *others = (x.to(device) for x in (memory, *inputs))
+        bank, *others = (x.to(device, copy=True) for x in (memory, *inputs))
         reading = sdm_decode_step(bank, *(x[:, 0].contiguous() for x in others))
         eager = [sdm_write_read(bank, *others, **settings) for _ in range(2)]  # the second one is a replay
         assert_same_bits(*eager)
