@@ -1,7 +1,7 @@
 """Draws the tables of benchmarks/RESULTS.md: `python -m benchmarks.plot`, with matplotlib, on any machine.
 
-One picture, log-log: for every case the floor on the horizontal axis, and on the vertical one the time of the published
-package and ours. A perfect kernel would lie on the diagonal.
+Log-log: for every case the floor on the horizontal axis, and on the vertical one the time of the published package and
+ours. A perfect kernel would lie on the line.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def column(text: str, title: str, name: str) -> dict[str, float]:
     return {row[0]: float(row[at]) for row in rows[2:]}
 
 
-def points(text: str) -> list[tuple[str, float, float, float]]:
-    """(case, floor, published, ours) in ms, where there is a floor to speak of."""
-    forward = column(text, "No-grad write/read", "graph ms")
-    decode = column(text, "Decode step", "graph us")
-    found = [(c.name, c.floor, c.published_graph, forward[c.name]) for c in WRITE_READ]
-    found += [
-        (f"decode, batch {c.batch}", c.floor / 1e3, c.published_graph / 1e3, decode[c.name] / 1e3)
-        for c in DECODE
-        if c.floor
-    ]
-    return sorted(found, key=lambda point: point[1])
+Point = tuple[str, float, float, float]  # case, floor, published, ours
+
+
+def points(text: str) -> dict[str, list[Point]]:
+    """What each panel shows, by its title; floors that say nothing are left out."""
+    forward, decode = column(text, "No-grad write/read", "graph ms"), column(text, "Decode step", "graph us")
+    steps = [c for c in DECODE if c.floor]
+    return {
+        "write/read, ms": [(c.name, c.floor, c.published_graph, forward[c.name]) for c in WRITE_READ],
+        "decode step, us": [(f"batch {c.batch}", c.floor, c.published_graph, decode[c.name]) for c in steps],
+    }
 
 
 def draw(text: str, path: Path) -> None:
@@ -43,17 +43,27 @@ def draw(text: str, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "sdm"  # the same tables give the same file
     from matplotlib import pyplot
 
-    cases = points(text)
-    floors = [floor for _, floor, _, _ in cases]
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-    axes.loglog(floors, floors, color="gray", linestyle="--", label="floor: bytes / 4.25 TB/s")
-    axes.loglog(floors, [published for *_, published, _ in cases], "o", color="tab:orange", label="published CUDA")
-    axes.loglog(floors, [ours for *_, ours in cases], "s", color="tab:blue", label="sdm_compile")
-    for name, floor, published, ours in cases:
-        axes.annotate(name, (floor, max(published, ours)), (0, 6), textcoords="offset points", ha="center", fontsize=7)
-    axes.set_xlabel("floor, ms")
-    axes.set_ylabel("CUDA graph replay, ms")
-    axes.legend()
+    panels = points(text)
+    figure, every_axes = pyplot.subplots(1, len(panels), figsize=(10, 4.5), layout="constrained")
+    for axes, (title, cases) in zip(every_axes, panels.items(), strict=True):
+        cases = sorted(cases, key=lambda case: (case[1], case[3]))
+        _, floors, published, ours = zip(*cases, strict=True)
+        axes.loglog(floors, floors, color="gray", linestyle="--", label="floor: bytes / 4.25 TB/s")
+        axes.loglog(floors, published, "o", color="tab:orange", label="published CUDA")
+        axes.loglog(floors, ours, "s", color="tab:blue", label="sdm_compile")
+        for i, (name, floor, _, time) in enumerate(cases):
+            left = i % 2 == 1
+            axes.annotate(
+                *(name, (floor, time), (-7 if left else 7, -3)),
+                textcoords="offset points",
+                ha="right" if left else "left",
+                fontsize=8,
+            )
+        axes.margins(x=0.25)
+        axes.set_title(title)
+        axes.set_xlabel("floor")
+    every_axes[0].set_ylabel("CUDA graph replay")
+    every_axes[0].legend()
     figure.savefig(path, metadata={"Date": None})
 
 

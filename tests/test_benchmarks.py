@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from benchmarks import run
-from benchmarks.cases import DECODE, WRITE_READ, decode_inputs, write_read_inputs
+from benchmarks import plot, run
+from benchmarks.cases import DECODE, RESULTS, WRITE_READ, decode_inputs, write_read_inputs
 from sdm_compile import repeated_write_slots, sdm_decode_step, sdm_write_read
 
 
@@ -39,3 +40,21 @@ def test_without_a_gpu(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["run"])
     assert run.main() == 1
     assert "GPU" in capsys.readouterr().out
+
+
+def test_readme_says_what_the_results_say() -> None:
+    results = RESULTS.read_text()
+    readme = " ".join((RESULTS.parent.parent / "README.md").read_text().split())
+    for subject, said in {"No-grad": "takes", "Decode step": "a decode step", "Product-key": "the top-k"}.items():
+        ratios = plot.column(results, subject, "x published").values()
+        assert f"{said} {min(ratios):.2f} to {max(ratios):.2f}" in readme
+    cold = plot.column(results, "Cold start", "first call s")
+    assert f"compiles for {cold['empty']} s, later processes start in {cold['full']} s" in readme
+
+
+def test_every_case_is_drawn(tmp_path) -> None:
+    panels = plot.points(RESULTS.read_text())
+    assert [len(cases) for cases in panels.values()] == [len(WRITE_READ), sum(c.floor > 0 for c in DECODE)]
+    pytest.importorskip("matplotlib")
+    plot.draw(RESULTS.read_text(), tmp_path / "results.svg")
+    assert "flagship-32k" in (tmp_path / "results.svg").read_text()

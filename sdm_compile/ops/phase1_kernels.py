@@ -412,7 +412,7 @@ class Phase1Config:
 
 
 def _rows(width: int, chunk: int) -> int:
-    """Tokens per one-warp program: about 128 walking entries (measured: 128 at 64 and 128 wide, 64 to 128 at 16)."""
+    """Tokens per one-warp program: about 128 walking entries (measured on an earlier walk over every column)."""
     return max(1, min(128 // triton.next_power_of_2(width), triton.next_power_of_2(chunk)))
 
 
