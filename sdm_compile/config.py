@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .ops.checks import MAX_CHUNK, MAX_WIDTH, check_choice
-from .ops.snapshot import SNAPSHOT_MODES
+from .ops.snapshot import CALL_MODES
 
 DEFAULT_CHUNK_SIZE = 64
 
@@ -87,7 +87,7 @@ class SparseDeltaMemoryConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
         if self.norm_eps < 0:
             raise ValueError(f"norm_eps is {self.norm_eps}; it must be at least 0")
-        check_choice("snapshot_quant", self.snapshot_quant, SNAPSHOT_MODES)
+        check_choice("snapshot_quant", self.snapshot_quant, CALL_MODES)
         self._check_decay_range()
         self._check_factors()
 

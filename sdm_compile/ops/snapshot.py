@@ -16,6 +16,7 @@ it or refuses the call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,9 @@ from .layout import empty
 from .situation import Situation
 
 COMPACT, NO_ROWS = 2, 4
-SNAPSHOT_MODES = ("none", "bf16", "fp8", "int4")
+SNAPSHOT_MODES = ("none", "bf16", "fp8", "int4")  # the forms of a row
+RECOMPUTE = "recompute"  # keeps no rows, but the bank before every so many steps
+CALL_MODES = (*SNAPSHOT_MODES, RECOMPUTE)
 SCALED_MODES = {"fp8": 448.0, "int4": 7.0}  # the largest code of each mode that has a scale per row
 
 
@@ -39,21 +42,21 @@ class SnapshotPlan:
 
 
 def plan_snapshot(saving: bool, mode: str, situation: Situation) -> SnapshotPlan:
-    """What a forward in this situation keeps: SPEC section 4's table, but for its rows on layout 0 and `recompute`."""
-    if not saving:
+    """What a forward in this situation keeps: SPEC section 4's table, but for its row on layout 0."""
+    if not saving or mode == RECOMPUTE:
         return SnapshotPlan(NO_ROWS, None)
     if mode == "none" and situation is Situation.CAPTURING:
         return SnapshotPlan(COMPACT, "gather")
     return SnapshotPlan(COMPACT, "write")
 
 
-def check_mode(name: str, mode: str, dtype: torch.dtype) -> None:
-    """`mode`, the argument called `name`, is one that banks of this dtype can be stored in.
+def check_mode(name: str, mode: str, dtype: torch.dtype, modes: Sequence[str] = SNAPSHOT_MODES) -> None:
+    """`mode`, the argument called `name`, is one of `modes` that banks of this dtype can be stored in.
 
     Float64 banks, which exist to check gradients, store exact rows.
     """
-    check_choice(name, mode, SNAPSHOT_MODES)
-    if dtype == torch.float64 and mode != "none":
+    check_choice(name, mode, modes)
+    if dtype == torch.float64 and mode not in ("none", RECOMPUTE):
         raise UnsupportedConfigurationError(
             f"{name} is {mode!r} with a float64 bank; use 'none', or a float32 or bfloat16 bank"
         )

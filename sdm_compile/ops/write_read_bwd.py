@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import accumulate_dtype
 from .layout import Staged
 from .phase1 import phase1_bwd_op
 from .rows import add_rows_, group_sums, row_dots, store_rows_, weighted_rows
@@ -103,27 +102,23 @@ def _step_backward(
 
 def write_read_backward_cpu(
     dreadings: Tensor | None,
-    dfinal: Tensor | None,
+    dM: Tensor,
     final_memory: Tensor,
     inputs: Sequence[Tensor],
     staged: Staged,
     saved: Saved,
     chunk_size: int,
     mode: str,
-    grad_bank_fp32: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of memory, k_val, v, beta, g and q_val, in each one's own dtype.
+    """Gradients of k_val, v, beta, g and q_val, in each one's own dtype.
 
     Args:
-        dreadings: [P, T, D] or None for zeros. dfinal: [num_slots, D] or None for zeros.
+        dreadings: [P, T, D] or None for zeros. dM: [num_slots, D] the final bank's gradient, in the dtype that it
+            accumulates in; becomes that of the bank before the call, in place.
         final_memory: the bank that the forward returned. inputs: k_idx to q_val as the forward took them.
         staged: the same inputs, staged. saved: what the forward kept, rows in `mode`.
     """
-    dtype = accumulate_dtype(final_memory.dtype)
     bank = final_memory.clone(memory_format=torch.contiguous_format)
-    dM = torch.zeros_like(bank, dtype=dtype if grad_bank_fp32 else bank.dtype)
-    if dfinal is not None:
-        dM.copy_(dfinal)
     dy = torch.zeros_like(saved.retrieved)
     if dreadings is not None:
         dy.copy_(unstage_readings_bwd_op(dreadings, chunk_size))
@@ -135,7 +130,7 @@ def write_read_backward_cpu(
         for step in reversed(range(saved.X.shape[0]))
     ]
     if not steps:
-        return dM.to(bank.dtype), *(torch.zeros_like(inputs[i]) for i in (1, 2, 3, 4, 6))
+        return tuple(torch.zeros_like(inputs[i]) for i in (1, 2, 3, 4, 6))
     du, dk_eff, dq_w, dwrite_w, dgroup_decay = (torch.stack(x[::-1]) for x in zip(*steps, strict=True))
 
     dB = -(du @ delta.mT).tril_(-1)
@@ -145,4 +140,4 @@ def write_read_backward_cpu(
         *(dk_eff, dq_w, dwrite_w, staged.beta * dB, dQK, dgroup_decay),
         *(staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val),
     )
-    return dM.to(bank.dtype), *stage_inputs_bwd_op(dk_val, staged.beta * du, dbeta, dg, dq_val, *inputs)
+    return tuple(stage_inputs_bwd_op(dk_val, staged.beta * du, dbeta, dg, dq_val, *inputs))

@@ -56,6 +56,17 @@ def test_training_settings(settings: dict[str, Any]) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(got, plain, strict=True)), "the setting must reach the op"
 
 
+def test_recomputing_in_one_graph() -> None:
+    """Of every length that is cut into as many segments."""
+    counter = CompileCounterWithBackend("aot_eager")
+    call = functools.partial(write_read, snapshot_quant="recompute")
+    function = compiled(call, backend=counter, dynamic=True)
+    for tokens in (23, 21, 22):
+        inputs = replace(TANGLED, tokens=tokens).make(F32)
+        assert_same_bits(values_and_gradients(function, inputs), values_and_gradients(write_read, inputs))
+    assert counter.frame_count == 1
+
+
 def test_training_some_inputs() -> None:
     inputs = TANGLED.make(F32).requiring_grad("v")
     grads = [torch.autograd.grad(f(*inputs)[0].sum(), inputs.v)[0] for f in (compiled(write_read), write_read)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig, reference
 from sdm_compile import layer as layer_module
-from sdm_compile.ops.snapshot import SNAPSHOT_MODES
+from sdm_compile.ops.snapshot import CALL_MODES
 
 BASE = {"dim": 12, "num_heads": 2, "slots_per_head": 16, "num_writes": 3, "num_reads": 4, "chunk_size": 3}
 ALL = {
@@ -226,7 +226,7 @@ def test_wrong_shapes_are_refused():
         layer(x, SDMState(torch.zeros(64, 5, dtype=x.dtype)))
 
 
-@pytest.mark.parametrize("mode", SNAPSHOT_MODES)
+@pytest.mark.parametrize("mode", CALL_MODES)
 @pytest.mark.parametrize("grad_bank_fp32", [True, False])
 def test_training_settings_reach_the_op_and_leave_values_alone(mode, grad_bank_fp32):
     layer = make_layer(torch.float32, snapshot_quant=mode, grad_bank_fp32=grad_bank_fp32)

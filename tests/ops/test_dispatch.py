@@ -71,6 +71,13 @@ def test_training(mode: str) -> None:
     )
 
 
+def test_training_that_recomputes() -> None:
+    assert after(lambda i: train(i, snapshot_quant="recompute")) == LastDispatch(
+        forward=expected("write_read_recompute", 4, None, **CALL),
+        backward=expected("write_read_recompute_bwd", 4, None, **CALL),
+    )
+
+
 def test_decode() -> None:
     sizes = {**SIZES, "tokens": 1, "steps": 1, "chunk_size": 1}
     assert after(decode) == LastDispatch(decode=expected("decode_step_", None, None, **sizes))

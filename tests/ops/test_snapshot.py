@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sdm_compile import UnsupportedConfigurationError, repeated_write_slots
-from sdm_compile.ops import write_read
+from sdm_compile import UnsupportedConfigurationError, repeated_write_slots, sdm_write_read
+from sdm_compile.ops import write_read_ops
 from sdm_compile.ops.situation import Situation
 from sdm_compile.ops.snapshot import SnapshotPlan, plan_snapshot
 from tests.cases import TANGLED
@@ -24,6 +24,8 @@ TABLE = [
     (True, "fp8", Situation.CAPTURING, 2, "write"),
     (True, "int4", Situation.EAGER, 2, "write"),
     (True, "int4", Situation.CAPTURING, 2, "write"),
+    (True, "recompute", Situation.EAGER, 4, None),
+    (True, "recompute", Situation.CAPTURING, 4, None),
 ]
 
 
@@ -33,9 +35,9 @@ def test_plan(saving: bool, mode: str, situation: Situation, layout: int, writer
 
 
 def test_a_route_refuses_a_writer_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_read, "plan_snapshot", lambda *_: SnapshotPlan(2, "gather"))
+    monkeypatch.setattr(write_read_ops, "plan_snapshot", lambda *_: SnapshotPlan(2, "gather"))
     repeated_write_slots()
     inputs = TANGLED.make(torch.float32).requiring_grad()
     with pytest.raises(UnsupportedConfigurationError, match="the gather stage would store"):
-        write_read.sdm_write_read(*inputs, chunk_size=TANGLED.chunk_size)
+        sdm_write_read(*inputs, chunk_size=TANGLED.chunk_size)
     assert repeated_write_slots() == 0

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sdm_compile import UnsupportedConfigurationError, reference, repeated_write_slots, sdm_write_read, sdm_write_read_
+from sdm_compile.ops.write_read_ops import empty_saved
+from sdm_compile.ops.write_read_recompute import segments
 from tests.bad_inputs import BAD_INPUTS, BadInput, assert_refused
 from tests.cases import (
     CASES,
@@ -298,6 +300,34 @@ def test_bf16_snapshots_of_a_bfloat16_bank_are_the_rows() -> None:
     expected = values_and_gradients(call(REUSE), inputs)
     assert_same_bits(values_and_gradients(call(REUSE, snapshot_quant="bf16"), inputs), expected)
     assert not torch.equal(values_and_gradients(call(REUSE, snapshot_quant="fp8"), inputs)[3], expected[3])
+
+
+@pytest.mark.parametrize("grad_bank_fp32", [False, True], ids=["its own dtype", "float32"])
+@every_dtype
+@several_cases
+def test_recomputing_changes_no_bit(case: Case, dtype: torch.dtype, grad_bank_fp32: bool) -> None:
+    inputs = case.make(dtype)
+    settings = {"grad_bank_fp32": grad_bank_fp32}
+    assert segments(inputs.memory, inputs.k_idx, inputs.q_idx, case.chunk_size) > 1
+    expected = values_and_gradients(call(case, **settings), inputs)
+    repeated_write_slots()
+    assert_same_bits(values_and_gradients(call(case, snapshot_quant="recompute", **settings), inputs), expected)
+    repeats = repeated_write_slots()
+    values_and_gradients(call(case, **settings), inputs)
+    assert repeats == repeated_write_slots(), "repeats are counted once"
+
+
+def test_recomputing_keeps_least_where_banks_and_rows_balance() -> None:
+    memory = torch.empty(16384, 256, device="meta")
+    ids = torch.empty(2, 128 * 64, 64, dtype=torch.int32, device="meta")
+    count = segments(memory, ids, ids, 64)
+    saved = empty_saved(memory, ids, ids, 64, "none")
+    rows = sum(x.numel() * x.element_size() for x in saved)
+
+    def kept(count: int) -> float:
+        return count * memory.numel() * 4 + rows / count
+
+    assert kept(count) == min(kept(2**i) for i in range(8)) < rows / 4
 
 
 def test_float32_gradient_bank_is_more_accurate() -> None:

@@ -18,6 +18,7 @@ from sdm_compile.ops.layout import ChunkFields
 from sdm_compile.ops.phase1 import phase1
 from sdm_compile.ops.registry import RegisteredOp
 from sdm_compile.ops.staging import stage_inputs
+from sdm_compile.ops.write_read_recompute import segments
 from tests.harness import DTYPES, LAYOUTS, laid_out
 from tests.samples.row_quant import empty_rows
 
@@ -25,6 +26,7 @@ FAMILIES = {
     "call": (  # [P, T, *]
         *("stage_inputs", "stage_inputs_bwd", "unstage_readings_bwd"),
         *("write_read", "write_read_", "write_read_save", "write_read_bwd"),
+        *("write_read_recompute", "write_read_recompute_bwd"),
     ),
     "staged": ("unstage_readings", "phase1", "phase1_bwd", "solve", "solve_bwd"),  # [steps, P, C, *]
     "step": (  # [P, C, *]
@@ -243,6 +245,13 @@ def square(s: Sizes) -> tuple[int, ...]:
     return (*s.chunked, s.chunk)
 
 
+def segment_banks(s: Sizes) -> SearchStrategy[Tensor]:
+    """As many as the op asks for, which depends on sizes alone."""
+    memory = torch.empty(s.num_slots, s.width, dtype=s.dtype, device="meta")
+    k_idx, q_idx = (torch.empty(*s.lead, n, device="meta") for n in (s.writes, s.reads))
+    return floats(lambda s: (segments(memory, k_idx, q_idx, s.chunk), s.num_slots, s.width), bank)(s)
+
+
 _bank_rows = floats(lambda s: (s.num_slots, s.width), bank)
 _square = floats(square, accumulate)
 _writes = floats(lambda s: (*s.chunked, s.writes), accumulate)
@@ -274,6 +283,7 @@ STRATEGIES: dict[tuple[str, str], Strategy] = {
     ("dreadings", "Tensor"): floats(lambda s: (*s.lead, s.width), bank),
     ("dreadings", "Optional[Tensor]"): optional(floats(lambda s: (*s.lead, s.width), bank)),
     ("dfinal", "Optional[Tensor]"): optional(_bank_rows),
+    ("banks", "Tensor"): segment_banks,
     ("payload", "Tensor"): snapshot_part(0),
     ("scales", "Tensor"): snapshot_part(1),
     ("snapshot", "Tensor"): snapshot_part(0),

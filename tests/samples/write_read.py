@@ -12,6 +12,7 @@ from torch import Tensor
 from sdm_compile import reference
 from sdm_compile.ops.checks import accumulate_dtype
 from sdm_compile.ops.write_read_bwd import Saved
+from sdm_compile.ops.write_read_recompute import segments
 from tests.cases import Case, Inputs
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
 
@@ -55,6 +56,41 @@ def _write_read_save(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *reference.write_read(memory, *inputs),
         *_saved(run_chunked(Inputs(memory, *inputs), chunk_size), mode),
     )
+
+
+def _segment_banks(inputs: Inputs, chunk_size: int, count: int) -> Tensor:
+    """The bank before each of `count` segments."""
+    banks = run_chunked(inputs.to(torch.float64), chunk_size).banks
+    steps = len(banks) - 1
+    return torch.stack([banks[min(i * -(-steps // count), steps)] for i in range(count)])
+
+
+def _write_read_recompute(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, chunk_size, _ = args
+    count = segments(memory, inputs[0], inputs[5], chunk_size)  # of no sample does it depend on the dtype
+    return (*reference.write_read(memory, *inputs), _segment_banks(Inputs(memory, *inputs), chunk_size, count))
+
+
+def _recompute_bwd_args(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    grad_bank_fp32: bool = False,
+    given: tuple[bool, bool] = (True, True),
+    mask: Sequence[bool] = (True,) * 6,
+) -> list[Any]:
+    inputs = case.make(dtype)
+    count = segments(inputs.memory, inputs.k_idx, inputs.q_idx, case.chunk_size)
+    banks = _segment_banks(inputs, case.chunk_size, count)
+    grads = [normal_like(x) if g else None for x, g in zip((inputs.v, inputs.memory), given, strict=True)]
+    return [*grads, banks.to(dtype), *inputs[1:], case.chunk_size, grad_bank_fp32, list(mask)]
+
+
+def _write_read_recompute_bwd(
+    dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, *args: Any
+) -> list[Tensor]:
+    *inputs, _, _, mask = args
+    return masked(vjp(reference.write_read, (banks[0], *inputs), (dreadings, dfinal)), mask)
 
 
 def _write_read_(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -136,4 +172,27 @@ CASES = [
         through_bank=True,
     ),
     OpCase("write_read_", _call_samples([]), _write_read_, through_bank=True),
+    OpCase(
+        "write_read_recompute",
+        [
+            *_call_samples([False]),
+            Sample("gradient in float32", lambda dtype: [*RAGGED.make(dtype), RAGGED.chunk_size, True]),
+        ],
+        _write_read_recompute,
+        differentiable=(0, 1),
+        through_bank=True,
+    ),
+    OpCase(
+        "write_read_recompute_bwd",
+        [
+            *(Sample(c.name, lambda dtype, c=c: _recompute_bwd_args(c, dtype)) for c in EVERY),
+            Sample("no gradient of the bank", lambda dtype: _recompute_bwd_args(EDGES, dtype, given=(True, False))),
+            Sample("no gradient of the readings", lambda dt: _recompute_bwd_args(EDGES, dt, given=(False, True))),
+            Sample("every other gradient", lambda dtype: _recompute_bwd_args(RAGGED, dtype, mask=(True, False) * 3)),
+            Sample("the others", lambda dtype: _recompute_bwd_args(RAGGED, dtype, mask=(False, True) * 3)),
+            Sample("gradient in float32", lambda dtype: _recompute_bwd_args(RAGGED, dtype, grad_bank_fp32=True)),
+        ],
+        _write_read_recompute_bwd,
+        through_bank=True,
+    ),
 ]

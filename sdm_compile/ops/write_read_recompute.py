@@ -1,0 +1,155 @@
+"""The write/read for long sequences: training keeps the bank itself before every so many steps, and no rows.
+
+Ops: `write_read_recompute` and its backward. The backward takes one segment of steps after the other, the last first:
+it runs the segment again from the bank before it, this time saving every row, and then that forward's backward.
+Gradients are those of `snapshot_quant="none"`. SPEC section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .checks import check_devices, check_dtype, check_shape
+from .layout import empty, num_steps, wanted_gradients
+from .registry import register
+from .snapshot import RECOMPUTE
+from .write_read_ops import (
+    INPUTS,
+    Inputs,
+    backward_cpu,
+    bank_gradient,
+    check_write_read,
+    empty_bank,
+    empty_call_gradients,
+    empty_readings,
+    empty_saved,
+    forward_cpu,
+    record_backward,
+    record_forward,
+    save_cpu,
+)
+
+
+def segments(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int) -> int:
+    """How many segments a call is cut into: a power of two, so that few sequence lengths need a graph of their own, and
+    of those the one that needs the least memory for a bank per segment and the rows of one segment."""
+    streams, tokens, _ = k_idx.shape
+    k_step, q_step = (x.new_empty((streams, chunk_size, x.shape[2]), device="meta") for x in (k_idx, q_idx))
+    saved = empty_saved(memory.new_empty((1, memory.shape[1]), device="meta"), k_step, q_step, chunk_size, "none")
+    step_bytes = sum(x.numel() * x.element_size() for x in saved)
+    steps, count = num_steps(tokens, chunk_size), 1
+    while count < steps and 2 * count * count * memory.numel() * memory.element_size() < steps * step_bytes:
+        count *= 2
+    return count
+
+
+def _cut(inputs: Inputs, chunk_size: int, count: int) -> list[tuple[Tensor, ...]]:
+    """The inputs [P, T, *] of each of `count` segments, of equally many steps; the last ones may have fewer or none."""
+    length = num_steps(num_steps(inputs[0].shape[1], chunk_size), count) * chunk_size
+    return [tuple(x[:, i * length : (i + 1) * length] for x in inputs) for i in range(count)]
+
+
+def _empty_banks(memory: Tensor, inputs: Inputs, chunk_size: int) -> Tensor:
+    return empty((segments(memory, inputs[0], inputs[5], chunk_size), *memory.shape), memory)
+
+
+def _write_read_recompute_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, chunk_size, _ = args
+    check_write_read(memory, inputs, chunk_size)
+    bank, readings = empty_bank(memory).copy_(memory), empty_readings(memory, inputs[0])
+    banks = _empty_banks(memory, inputs, chunk_size)
+    parts = _cut(inputs, chunk_size, len(banks))
+    for kept, part, out in zip(banks, parts, _cut([readings], chunk_size, len(banks)), strict=True):
+        kept.copy_(bank)
+        out[0].copy_(forward_cpu(bank, part, chunk_size)[0])
+    record_forward("write_read_recompute", bank, inputs, chunk_size, saving=True, mode=RECOMPUTE)
+    return readings, bank, banks
+
+
+def _write_read_recompute_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, chunk_size, _ = args
+    check_write_read(memory, inputs, chunk_size)
+    return empty_readings(memory, inputs[0]), empty_bank(memory), _empty_banks(memory, inputs, chunk_size)
+
+
+def _check_recompute_bwd(
+    dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, inputs: Inputs, chunk_size: int
+) -> None:
+    if banks.dim() != 3 or not len(banks):
+        raise ValueError(f"banks has shape {tuple(banks.shape)}; expected [segments, num_slots, D]")
+    memory = banks[0]
+    check_write_read(memory, inputs, chunk_size, "banks")
+    count = segments(memory, inputs[0], inputs[5], chunk_size)
+    check_shape("banks", banks, (count, *memory.shape), "[segments, num_slots, D]")
+    for name, grad, shape in (("dreadings", dreadings, inputs[2].shape), ("dfinal", dfinal, memory.shape)):
+        if grad is not None:
+            check_shape(name, grad, shape, "[P, T, D]" if name == "dreadings" else "[num_slots, D]")
+            check_dtype(name, grad, banks.dtype, "like banks")
+    check_devices(banks=banks, dreadings=dreadings, dfinal=dfinal)
+
+
+def _write_read_recompute_bwd_cpu(
+    dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    *inputs, chunk_size, grad_bank_fp32, mask = args
+    _check_recompute_bwd(dreadings, dfinal, banks, inputs, chunk_size)
+    outs = empty_call_gradients(banks[0], inputs, mask)
+    dM = bank_gradient(dfinal, banks[0], grad_bank_fp32)
+    parts = _cut(inputs, chunk_size, len(banks))
+    grads = [None] * len(banks) if dreadings is None else [x for (x,) in _cut([dreadings], chunk_size, len(banks))]
+    found: list[tuple[Tensor, ...]] = []
+    for start, part, grad in zip(reversed(banks), reversed(parts), reversed(grads), strict=True):
+        bank = empty_bank(start).copy_(start)
+        _, saved = save_cpu(bank, part, chunk_size, "none", count_repeats=False)
+        found.append(backward_cpu(grad, dM, bank, part, saved, chunk_size, "none"))
+    record_backward("write_read_recompute_bwd", dM, inputs, chunk_size, RECOMPUTE)
+    if mask[0]:
+        outs[0].copy_(dM)
+    for i, wanted in enumerate(mask[1:]):
+        if wanted:
+            for out, grads_of_part in zip(_cut([outs[i + 1]], chunk_size, len(banks)), reversed(found), strict=True):
+                out[0].copy_(grads_of_part[i])
+    return outs
+
+
+def _write_read_recompute_bwd_fake(
+    dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    *inputs, chunk_size, _, mask = args
+    _check_recompute_bwd(dreadings, dfinal, banks, inputs, chunk_size)
+    return empty_call_gradients(banks[0], inputs, mask)
+
+
+write_read_recompute_bwd_op = register(
+    f"write_read_recompute_bwd(Tensor? dreadings, Tensor? dfinal, Tensor banks, {INPUTS}, int chunk_size, "
+    "bool grad_bank_fp32, bool[] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_write_read_recompute_bwd_cpu,
+    fake=_write_read_recompute_bwd_fake,
+)
+
+
+def _setup_recompute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], *inputs[1:8])
+    ctx.settings = inputs[8:]
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _recompute_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | None, _: None) -> tuple[Any, ...]:
+    if dreadings is None and dfinal is None:
+        return (None,) * 10
+    mask = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 7)]
+    grads = write_read_recompute_bwd_op(dreadings, dfinal, *ctx.saved_tensors, *ctx.settings, mask)
+    dmemory, dk_val, dv, dbeta, dg, dq_val = wanted_gradients(grads, mask)
+    return dmemory, None, dk_val, dv, dbeta, dg, None, dq_val, None, None
+
+
+write_read_recompute_op = register(
+    f"write_read_recompute(Tensor memory, {INPUTS}, int chunk_size, bool grad_bank_fp32) -> (Tensor, Tensor, Tensor)",
+    cpu=_write_read_recompute_cpu,
+    fake=_write_read_recompute_fake,
+    setup_context=_setup_recompute,
+    backward=_recompute_backward,
+)
