@@ -1,9 +1,9 @@
 """Checks values, then times every case and writes the tables: `python -m benchmarks.run` on a machine with a GPU.
 
 Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five. A case whose values are
-wrong gets no time: they are compared with float64 on some of its tokens and slots, and bit by bit between the eager
-call and the replay on all of them. The tables replace those in benchmarks/RESULTS.md, and `python -m benchmarks.plot`
-draws them.
+wrong gets no time: they are compared with float64 on some of its tokens and slots (top-k: with the CPU, on all), and
+the write/read's bank and readings bit by bit between the eager call and the replay. The tables replace those of the
+same subjects in benchmarks/RESULTS.md, and `python -m benchmarks.plot` draws them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import triton
@@ -42,7 +43,7 @@ from .cases import (
 )
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}  # norm-relative, against float64 on the rounded inputs
-NOTES = "## What was tried"  # from here on RESULTS.md is written by hand, and kept
+Result = TypeVar("Result")
 
 
 def milliseconds(call: Callable[[], object], calls: int = 1, repeats: int = 5) -> float:
@@ -60,13 +61,19 @@ def milliseconds(call: Callable[[], object], calls: int = 1, repeats: int = 5) -
     return sorted(times)[repeats // 2]
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of the call, and what it returned while it was captured."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph
+        result = call()
+    return graph, result
+
+
+def replay_ms(call: Callable[[], object]) -> float:
+    graph, _ = captured(call)
+    return milliseconds(graph.replay)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -104,18 +111,18 @@ def write_read_row(case: WriteReadCase) -> dict[str, object]:
     start = time.perf_counter()
     call()
     host = (time.perf_counter() - start) * 1e3
-    replay, begin = captured(call), memory.clone()
-    outcomes = []
-    for run in (call, replay.replay):
-        memory.copy_(begin)
-        run()
-        outcomes.append(memory.clone())
-    if not torch.equal(*outcomes):
+    (replay, replayed), begin = captured(call), memory.clone()
+    memory.copy_(begin)
+    eager_readings, eager_bank = call(), memory.clone()
+    memory.copy_(begin)
+    replay.replay()
+    if not (torch.equal(memory, eager_bank) and torch.equal(replayed, eager_readings)):
         return row | {"wrong": True}
-    del begin, outcomes
+    del begin, eager_bank, eager_readings
     graph = milliseconds(replay.replay)
     del replay
-    coupled = sum(coupling_ms(loop) for group in call_loops(memory, inputs, case.chunk, call()) for loop in group)
+    loops = call_loops(memory, inputs, case.chunk, torch.empty_like(replayed))
+    coupled = sum(map(coupling_ms, itertools.chain.from_iterable(loops)))
     free_captured_loops()
     return row | {
         "graph ms": f"{graph:.2f}",
@@ -135,28 +142,26 @@ def coupling_ms(loop: StepLoop) -> float:
     """Phase 1 and the solve of one slab, by themselves."""
     memory = loop.make_memory()
     loop.stage(memory)
-    return milliseconds(captured(lambda: loop.couple(memory)).replay)
+    return replay_ms(lambda: loop.couple(memory))
 
 
 COLD_START = """
 import time
-start = time.perf_counter()
 import torch
 from benchmarks.cases import WRITE_READ, write_read_inputs
 from sdm_compile import sdm_write_read_
 memory, *inputs = write_read_inputs(WRITE_READ[0], "cuda", tokens=4096)
 torch.cuda.synchronize()
-ready = time.perf_counter()
+start = time.perf_counter()
 with torch.no_grad():
     sdm_write_read_(memory, *inputs, chunk_size=WRITE_READ[0].chunk)
 torch.cuda.synchronize()
-print(ready - start, time.perf_counter() - ready)
+print(time.perf_counter() - start)
 """
 
 
-def cold_start_rows() -> list[dict[str, object]]:
+def cold_start_rows() -> Iterator[dict[str, object]]:
     """The first no-grad call of a new process, with an empty cache of compiled kernels and with a full one."""
-    rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as cache:
         for name in ("empty", "full"):
             done = subprocess.run(
@@ -166,9 +171,7 @@ def cold_start_rows() -> list[dict[str, object]]:
                 text=True,
                 check=True,
             )
-            _, first = map(float, done.stdout.split())
-            rows.append({"Triton's cache": name, "first call s": f"{first:.1f}"})
-    return rows
+            yield {"Triton's cache": name, "first call s": f"{float(done.stdout):.1f}"}
 
 
 def decode_row(case: DecodeCase) -> dict[str, object]:
@@ -191,8 +194,8 @@ def decode_row(case: DecodeCase) -> dict[str, object]:
         for i in range(160):
             sdm_decode_step(memory, *sets[i % 16][1:])
 
-    graph = milliseconds(captured(same).replay) / 160 * 1e3
-    rotated = milliseconds(captured(rotating).replay) / 160 * 1e3
+    graph = replay_ms(same) / 160 * 1e3
+    rotated = replay_ms(rotating) / 160 * 1e3
     eager = milliseconds(lambda: sdm_decode_step(memory, *inputs), calls=300) * 1e3
     moved = case.batch * case.heads * 3 * case.width * case.head_dim * 2
     return row | {
@@ -212,7 +215,7 @@ def top_k_row(rows: int, k: int, published: float) -> dict[str, object]:
     row: dict[str, object] = {"rows": rows, "k": k}
     if not (torch.equal(values.cpu(), want_values) and torch.equal(slots.cpu(), want_slots)):
         return row | {"wrong": True}
-    graph = milliseconds(captured(lambda: product_key_topk(scores, (256, 256), k)).replay)
+    graph = replay_ms(lambda: product_key_topk(scores, (256, 256), k))
     eager = milliseconds(lambda: product_key_topk(scores, (256, 256), k), calls=20)
     return row | {"graph ms": f"{graph:.3f}", "eager ms": f"{eager:.3f}", "x published": f"{graph / published:.2f}"}
 
@@ -226,31 +229,45 @@ def table(rows: list[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def sections(text: str) -> dict[str, str]:
+    """The sections of a text by their titles, without what stands above the first one."""
+    return {part.split("\n", 1)[0]: part.split("\n", 1)[1].strip() for part in text.split("\n## ")[1:]}
+
+
+def section(rows: list[dict[str, object]], command: str) -> str:
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    parts = [f"{datetime.date.today()}, {torch.cuda.get_device_name()}, {versions}; `{command}`.", table(rows)]
+    ratios = [ratio for row in rows if isinstance(ratio := row.get("ratio"), float)]
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        parts.append(f"Geometric mean of graph time over the published one: {mean:.3f}.")
+    return "\n\n".join(parts)
+
+
+HEAD = f"""# Results
+
+Medians of 5, but for cold starts. "x published" divides by the published CUDA package's figure on the same kind of
+card. The floor is the fewest bytes that device memory must move, over {BANDWIDTH / 1e12:.2f} TB/s. Errors are
+norm-relative, against float64 on the rounded inputs.
+"""
+
+
 def main() -> int:
+    subjects: dict[str, tuple[str, Iterator[dict[str, object]]]] = {
+        "forward": ("No-grad write/read, in place", map(write_read_row, WRITE_READ)),
+        "decode": ("Decode step", map(decode_row, DECODE)),
+        "topk": ("Product-key top-k, two factors of 256, bfloat16", itertools.starmap(top_k_row, TOP_K)),
+        "cold": ("Cold start: flagship-32k's first call in a new process, 4096 tokens", cold_start_rows()),
+    }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    every = ("forward", "decode", "topk", "cold")
-    parser.add_argument("--only", nargs="+", choices=every, default=every)
+    parser.add_argument("--only", nargs="+", choices=subjects, default=list(subjects))
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA GPU")
         return 1
     torch.set_grad_enabled(False)
-    parts = [
-        "# Results",
-        f"{datetime.date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}; `python -m benchmarks.run --only {' '.join(args.only)}`. Medians of 5. "
-        '"x published" divides by the published CUDA package\'s figure on the same kind of card. The floor is the '
-        f"fewest bytes that device memory must move, over {BANDWIDTH / 1e12:.2f} TB/s. Errors are norm-relative, "
-        "against float64 on the rounded inputs.",
-    ]
-    wrong = False
-    subjects: dict[str, tuple[str, Iterator[dict[str, object]]]] = {
-        "forward": ("No-grad write/read, in place", map(write_read_row, WRITE_READ)),
-        "decode": ("Decode step", map(decode_row, DECODE)),
-        "topk": ("Product-key top-k, two factors of 256, bfloat16", itertools.starmap(top_k_row, TOP_K)),
-        "cold": ("Cold start: flagship-32k's first call in a new process, 4096 tokens", iter(cold_start_rows())),
-    }
+    wrong, kept = False, sections(args.output.read_text()) if args.output.exists() else {}
     for subject in args.only:
         title, made = subjects[subject]
         rows = []
@@ -259,14 +276,11 @@ def main() -> int:
             print(row, flush=True)
             torch.cuda.empty_cache()
         wrong |= any("wrong" in row for row in rows)
-        parts += [f"## {title}", table(rows)]
-        ratios = [ratio for row in rows if isinstance(ratio := row.get("ratio"), float)]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            parts.append(f"Geometric mean of graph time over the published one: {mean:.3f}.")
-    if args.output.exists() and NOTES in args.output.read_text():
-        parts.append(NOTES + args.output.read_text().split(NOTES)[1].rstrip())
-    args.output.write_text("\n\n".join(parts) + "\n")
+        kept[title] = section(rows, f"python -m benchmarks.run --only {subject}")
+    # The tables first, in their order; then what else stood there, which was written by hand.
+    order = [title for title, _ in subjects.values() if title in kept]
+    order += [title for title in kept if title not in order]
+    args.output.write_text("\n".join([HEAD, *(f"## {title}\n\n{kept[title]}\n" for title in order)]))
     print(args.output.read_text())
     return int(wrong)
 

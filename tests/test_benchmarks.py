@@ -49,12 +49,24 @@ def test_readme_says_what_the_results_say() -> None:
         ratios = plot.column(results, subject, "x published").values()
         assert f"{said} {min(ratios):.2f} to {max(ratios):.2f}" in readme
     cold = plot.column(results, "Cold start", "first call s")
-    assert f"compiles for {cold['empty']} s, later processes start in {cold['full']} s" in readme
+    assert f"takes {cold['empty']} s with an empty cache of compiled kernels and {cold['full']} s with a full" in readme
 
 
-def test_every_case_is_drawn(tmp_path) -> None:
+def test_a_run_replaces_its_own_tables_alone() -> None:
+    text = RESULTS.read_text()
+    found = run.sections(text)
+    assert list(found)[-1] == "What was tried"
+    assert text == "\n".join([run.HEAD, *(f"## {title}\n\n{body}\n" for title, body in found.items())])
+
+
+def test_every_case_is_drawn() -> None:
     panels = plot.points(RESULTS.read_text())
     assert [len(cases) for cases in panels.values()] == [len(WRITE_READ), sum(c.floor > 0 for c in DECODE)]
+    drawn = RESULTS.with_name("results.svg").read_text()
+    assert all(f"<!-- {case[0]} -->" in drawn for cases in panels.values() for case in cases)
+
+
+def test_drawing(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     plot.draw(RESULTS.read_text(), tmp_path / "results.svg")
-    assert "flagship-32k" in (tmp_path / "results.svg").read_text()
+    assert "<!-- flagship-32k -->" in (tmp_path / "results.svg").read_text()

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
+from .checks import UnsupportedConfigurationError
+
 ALIGNMENT = 16  # bytes; what Triton compiles a kernel's addresses for, or not
+MAX_GRID = 65535  # CUDA's limit in every dimension of a grid but the first
 
 
 class KernelCall(NamedTuple):
@@ -26,7 +29,16 @@ class KernelCall(NamedTuple):
     options: dict[str, Any]
 
     def launch(self) -> None:
-        """Launches through Triton on the current stream; compiles first what is not compiled yet."""
+        """Launches through Triton on the current stream; compiles first what is not compiled yet.
+
+        Raises:
+            UnsupportedConfigurationError: more programs than a grid has room for.
+        """
+        if max(self.grid[1:], default=0) > MAX_GRID:
+            raise UnsupportedConfigurationError(
+                f"one launch would need a grid of {self.grid}, of which all but the first are at most {MAX_GRID}: "
+                "use fewer streams, or a smaller chunk"
+            )
         if all(self.grid):
             self.kernel[self.grid](*self.args, **self.options)
 
@@ -35,16 +47,22 @@ class KernelCall(NamedTuple):
         return [arg.data_ptr() for arg in self.args if isinstance(arg, Tensor)]
 
 
-def can_bind(kernel: Any) -> bool:
-    """Whether launches may pass Triton by: not where a hook or a debug setting wants to see them, nor interpreted."""
-    runtime = triton.knobs.runtime
-    return not (
-        runtime.launch_enter_hook.calls
-        or runtime.launch_exit_hook.calls
+def launches_are_watched() -> bool:
+    """Whether a hook or a debug setting wants to see every launch, or kernels are interpreted."""
+    runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook
+        or compilation.instrumentation_mode
         or runtime.debug
         or runtime.interpret
-        or kernel.pre_run_hooks
     )
+
+
+def can_bind(kernel: Any) -> bool:
+    """Whether launches of this kernel may pass Triton by."""
+    return not (launches_are_watched() or kernel.pre_run_hooks)
 
 
 class BoundKernel:
@@ -62,6 +80,7 @@ class BoundKernel:
         self._tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         self._args = [None if isinstance(arg, Tensor) else arg for arg in args]  # keeps no tensor alive
         self._grid = (*call.grid, 1, 1)[:3]
+        self._compiled = compiled  # unloads the function when it is dropped
         self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
         self._device = triton.runtime.driver.active.get_current_device()
 

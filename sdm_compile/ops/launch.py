@@ -10,18 +10,21 @@ runs on a second stream, under the steps of the neighbouring loops.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 MAX_LOOPS = 32  # captured loops kept at a time, over all signatures, devices and streams
+MAX_BYTES = 2 * 2**30  # of their working memory
 
 
 class StepLoop(Protocol):
@@ -71,6 +74,9 @@ class _Runner(Protocol):
     def steps(self, loop: StepLoop, bank: Tensor) -> None: ...
 
 
+_R = TypeVar("_R", bound=_Runner)
+
+
 @dataclass
 class _Plain:
     """Launches one by one, on working memory of one call alone: what an outer capture records."""
@@ -91,6 +97,7 @@ class _Captured:
     couple_graph: torch.cuda.CUDAGraph
     steps_graph: torch.cuda.CUDAGraph
     done: torch.cuda.Event  # after the latest call that used it
+    bytes: int  # of the memory
 
     def couple(self, loop: StepLoop) -> None:
         self.couple_graph.replay()
@@ -121,8 +128,8 @@ _retired: list[_Captured] = []
 _streams: dict[tuple[int, int], _Streams] = {}
 
 
-def run_plainly(loops: Sequence[StepLoop], bank: Tensor) -> None:
-    """Runs the loops one after the other by plain launches on the current stream."""
+def run_plainly(groups: Sequence[Sequence[StepLoop]], bank: Tensor) -> None:
+    """Runs all loops one after the other by plain launches on the current stream."""
     memories: dict[Hashable, Any] = {}
 
     def runner(loop: StepLoop, buffer: int) -> _Plain:
@@ -131,14 +138,15 @@ def run_plainly(loops: Sequence[StepLoop], bank: Tensor) -> None:
             memories[key] = loop.make_memory()
         return _Plain(memories[key])
 
-    _run_overlapped(loops, bank, runner, _new_streams(bank.device))
+    streams = _new_streams(bank.device)
+    for loops in groups:
+        _run_overlapped(loops, _runners(loops, runner), bank, streams)
 
 
-def replay(loops: Sequence[StepLoop], bank: Tensor) -> None:
-    """Runs the loops one after the other on the current stream, each as one replay; captures what is not yet there."""
+def replay(groups: Sequence[Sequence[StepLoop]], bank: Tensor) -> None:
+    """Runs all loops one after the other on the current stream, each as one replay; captures what is missing first."""
     stream = torch.cuda.current_stream(bank.device)
     where = (bank.get_device(), stream.cuda_stream)
-    used = []
 
     def runner(loop: StepLoop, buffer: int) -> _Captured:
         key = (loop.signature, buffer, *where)
@@ -146,41 +154,48 @@ def replay(loops: Sequence[StepLoop], bank: Tensor) -> None:
         if captured is None:
             captured = _captured[key] = _capture(loop, bank.device)
         _captured.move_to_end(key)
-        used.append(captured)
         return captured
 
     with _lock:
         if where not in _streams:
             _streams[where] = _new_streams(bank.device)
-        _run_overlapped(loops, bank, runner, _streams[where])
-        for captured in used:
-            captured.done.record(stream)
-        _retire(len(_captured) - MAX_LOOPS)
+        runners = [_runners(loops, runner) for loops in groups]
+        try:
+            for loops, runners_of_group in zip(groups, runners, strict=True):
+                _run_overlapped(loops, runners_of_group, bank, _streams[where])
+        finally:
+            for captured in itertools.chain(*runners):
+                captured.done.record(stream)
+            _retire()
 
 
-def _run_overlapped(
-    loops: Sequence[StepLoop], bank: Tensor, runner_of: Callable[[StepLoop, int], _Runner], streams: _Streams
-) -> None:
-    """The steps of all loops in order; beside them, on two working memories in turn, what is not needed yet."""
+def _runners(loops: Sequence[StepLoop], runner_of: Callable[[StepLoop, int], _R]) -> list[_R]:
+    """A runner for each loop, on two working memories in turn."""
+    return [runner_of(loop, k % 2) for k, loop in enumerate(loops)]
+
+
+def _run_overlapped(loops: Sequence[StepLoop], runners: Sequence[_Runner], bank: Tensor, streams: _Streams) -> None:
+    """The steps of all loops in order; beside them what is not needed yet."""
     current = torch.cuda.current_stream(bank.device)
-    runners = [runner_of(loop, k % 2) for k, loop in enumerate(loops)]
     streams.side.wait_stream(current)
     streams.steps.wait_stream(current)
     done: torch.cuda.Event | None = None
-    for k, (loop, runner) in enumerate(zip(loops, runners, strict=True)):
-        with torch.cuda.stream(streams.side):
-            loop.stage(runner.memory)
-            runner.couple(loop)
-            coupled = streams.side.record_event()
-            if done is not None:
-                streams.side.wait_event(done)
-                loops[k - 1].read(runners[k - 1].memory)
-        with torch.cuda.stream(streams.steps):
-            streams.steps.wait_event(coupled)
-            runner.steps(loop, bank)
-            done = streams.steps.record_event()
-    current.wait_stream(streams.steps)
-    current.wait_stream(streams.side)
+    try:
+        for k, (loop, runner) in enumerate(zip(loops, runners, strict=True)):
+            with torch.cuda.stream(streams.side):
+                loop.stage(runner.memory)
+                runner.couple(loop)
+                coupled = streams.side.record_event()
+                if done is not None:
+                    streams.side.wait_event(done)
+                    loops[k - 1].read(runners[k - 1].memory)
+            with torch.cuda.stream(streams.steps):
+                streams.steps.wait_event(coupled)
+                runner.steps(loop, bank)
+                done = streams.steps.record_event()
+    finally:  # whatever happened, the caller's memory is in use until both have ended
+        current.wait_stream(streams.steps)
+        current.wait_stream(streams.side)
     loops[-1].read(runners[-1].memory)
 
 
@@ -189,7 +204,8 @@ def _capture(loop: StepLoop, device: torch.device) -> _Captured:
     table = torch.zeros(1, dtype=torch.int64, device=device)
     couple = _captured_graph(device, lambda: loop.couple(memory), SIDE_PRIORITY)
     steps = _captured_graph(device, lambda: loop.steps(memory, table))
-    return _Captured(memory, table, couple, steps, torch.cuda.Event())
+    size = sum(x.numel() * x.element_size() for x in tree_leaves(memory))
+    return _Captured(memory, table, couple, steps, torch.cuda.Event(), size)
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
@@ -209,10 +225,13 @@ def _captured_graph(device: torch.device, launch: Callable[[], None], priority: 
     return graph
 
 
-def _retire(surplus: int) -> None:
+def _retire() -> None:
     """Drops the loops that were used longest ago; one that still runs is kept until it has ended."""
-    for _ in range(surplus):
-        _retired.append(_captured.popitem(last=False)[1])
+    kept = sum(loop.bytes for loop in _captured.values())
+    while len(_captured) > MAX_LOOPS or kept > MAX_BYTES:
+        loop = _captured.popitem(last=False)[1]
+        kept -= loop.bytes
+        _retired.append(loop)
     _retired[:] = [loop for loop in _retired if not loop.done.query()]
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.overrides
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
@@ -180,7 +181,7 @@ def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any])
             torch.compiler.is_compiling()
             or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
             or torch._C._are_functorch_transforms_active()
-            or torch._C._len_torch_function_stack()
+            or torch.overrides.has_torch_function(args)
         ):
             return overload(*args)
         return kernel(*args)

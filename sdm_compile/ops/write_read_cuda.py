@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .bound import ALIGNMENT, KernelCall, each_step
+from .bound import ALIGNMENT, MAX_GRID, KernelCall, each_step, launches_are_watched
 from .decay_write_kernels import Links, decay_write_by_token_call, decay_write_call, writes_by_token
 from .dual_matmul_kernels import lower_matmul_call
 from .launch import replay, run_plainly
@@ -29,7 +29,7 @@ from .step_loop import run_in_order
 from .token_gather_kernels import token_gather_call
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
-SLABS = 4  # slabs of a call at least, so that one's preparation runs under another's steps
+SLABS = 4  # slabs that a call is cut into at least, as far as its steps go: one is prepared under another's steps
 
 
 def working_bytes(bank: Tensor, streams: int) -> int:
@@ -175,13 +175,11 @@ class _SlabLoop:
 
 def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> None:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing."""
+    capturing = current_situation(bank.device) is Situation.CAPTURING
     # A bank at an odd address would need kernels of its own in every captured loop.
-    plain = current_situation(bank.device) is Situation.CAPTURING or bank.data_ptr() % ALIGNMENT != 0
-    for loops in call_loops(bank, inputs, chunk_size, readings):
-        if plain:
-            run_plainly(loops, bank)
-        else:
-            replay(loops, bank)
+    plain = capturing or launches_are_watched() or bank.data_ptr() % ALIGNMENT != 0
+    run = run_plainly if plain else replay
+    run(list(call_loops(bank, inputs, chunk_size, readings)), bank)
 
 
 def call_loops(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> Iterator[list[_SlabLoop]]:
@@ -195,13 +193,13 @@ def call_loops(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings
         precision=torch.get_float32_matmul_precision(),
     )
     limit = working_bytes(bank, streams) // 2 // step_bytes(bank, shape)  # steps of one stream
-    group = max(1, min(streams, limit))
+    group = max(1, min(streams, limit, MAX_GRID // chunk_size))
     for p in range(0, streams, group):
         part = tuple(x[p : p + group] for x in inputs)
         count = part[0].shape[0]
         slab_shape = replace(
             shape,
-            steps=slab_steps(limit // count, num_steps(tokens, chunk_size)),
+            steps=slab_steps(min(limit, MAX_GRID) // count, num_steps(tokens, chunk_size)),
             streams=count,
             by_token=writes_by_token(bank, count, chunk_size, writes),
         )

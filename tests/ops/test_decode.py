@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -300,3 +301,36 @@ def test_read_weights_may_lie_in_the_bank() -> None:
     inputs += [-torch.rand(1, 1, dtype=F64), ids]
     expected = sdm_decode_step(memory.clone(), *inputs, memory[:1].clone())
     assert_same_bits(sdm_decode_step(memory, *inputs, memory[:1]), expected)
+
+
+class Unwrapped(Tensor):
+    """Every torch function runs on the tensor inside, and its result is multiplied."""
+
+    inner: Tensor
+    factor: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.inner if isinstance(a, Unwrapped) else a for a in args]
+        return func(*plain, **(kwargs or {})) * next(a.factor for a in args if isinstance(a, Unwrapped))
+
+
+def unwrapped(inner: Tensor, factor: Tensor) -> Unwrapped:
+    wrapper = torch.empty_like(inner.detach()).as_subclass(Unwrapped)
+    wrapper.inner, wrapper.factor = inner, factor
+    return wrapper
+
+
+def test_arguments_with_functions_of_their_own() -> None:
+    """They see the call first: a gradient wanted of what is inside raises, one of what they make of it stays."""
+    inputs = one_token(TANGLED.make(F32), 1)
+    before = inputs.memory.clone()
+    wanted = unwrapped(inputs.v.clone().requires_grad_(), torch.ones(()))
+    with pytest.raises(RuntimeError, match="writes in place and has no gradient"):
+        sdm_decode_step(*inputs._replace(v=wanted))
+    assert_same_bits(inputs.memory, before)
+    factor = torch.full((), 2.0, requires_grad=True)
+    readings = sdm_decode_step(*inputs._replace(v=unwrapped(inputs.v, factor)))
+    assert readings.requires_grad
+    readings.sum().backward()
+    assert factor.grad is not None
