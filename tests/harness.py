@@ -46,11 +46,14 @@ def assert_close(got: Any, expected: Any, dtype: torch.dtype | None = None) -> N
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
-    """Tensors, or sequences of them, agree in dtype and in every element."""
+    """Tensors, or sequences of them, agree in dtype and in every element, zeros in their sign too; NaN is NaN."""
     got, expected = tree_leaves(got), tree_leaves(expected)
     assert [x.dtype for x in got] == [x.dtype for x in expected]
     wide = [[x.double() if x.is_floating_point() else x for x in xs] for xs in (got, expected)]
     torch.testing.assert_close(*wide, rtol=0, atol=0, equal_nan=True)
+    for a, b in zip(*wide, strict=True):
+        if a.is_floating_point():
+            assert not ((a.signbit() != b.signbit()) & ~a.isnan()).any(), "zeros of other signs"
 
 
 @dataclass(frozen=True)

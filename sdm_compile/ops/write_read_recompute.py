@@ -24,7 +24,6 @@ from .write_read_ops import (
     empty_bank,
     empty_call_gradients,
     empty_readings,
-    empty_saved,
     forward_cpu,
     record_backward,
     record_forward,
@@ -32,15 +31,12 @@ from .write_read_ops import (
 )
 
 
-def segments(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int) -> int:
+def segments(num_slots: int, k_idx: Tensor, chunk_size: int) -> int:
     """How many segments a call is cut into: a power of two, so that few sequence lengths need a graph of their own, and
-    of those the one that needs the least memory for a bank per segment and the rows of one segment."""
-    streams, tokens, _ = k_idx.shape
-    k_step, q_step = (x.new_empty((streams, chunk_size, x.shape[2]), device="meta") for x in (k_idx, q_idx))
-    saved = empty_saved(memory.new_empty((1, memory.shape[1]), device="meta"), k_step, q_step, chunk_size, "none")
-    step_bytes = sum(x.numel() * x.element_size() for x in saved)
+    of those the one with the fewest rows in a bank per segment and in one segment's snapshot."""
+    streams, tokens, writes = k_idx.shape
     steps, count = num_steps(tokens, chunk_size), 1
-    while count < steps and 2 * count * count * memory.numel() * memory.element_size() < steps * step_bytes:
+    while count < steps and 2 * count * count * num_slots < steps * streams * chunk_size * writes:
         count *= 2
     return count
 
@@ -52,7 +48,7 @@ def _cut(inputs: Inputs, chunk_size: int, count: int) -> list[tuple[Tensor, ...]
 
 
 def _empty_banks(memory: Tensor, inputs: Inputs, chunk_size: int) -> Tensor:
-    return empty((segments(memory, inputs[0], inputs[5], chunk_size), *memory.shape), memory)
+    return empty((segments(memory.shape[0], inputs[0], chunk_size), *memory.shape), memory)
 
 
 def _write_read_recompute_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +77,7 @@ def _check_recompute_bwd(
         raise ValueError(f"banks has shape {tuple(banks.shape)}; expected [segments, num_slots, D]")
     memory = banks[0]
     check_write_read(memory, inputs, chunk_size, "banks")
-    count = segments(memory, inputs[0], inputs[5], chunk_size)
+    count = segments(memory.shape[0], inputs[0], chunk_size)
     check_shape("banks", banks, (count, *memory.shape), "[segments, num_slots, D]")
     for name, grad, shape in (("dreadings", dreadings, inputs[2].shape), ("dfinal", dfinal, memory.shape)):
         if grad is not None:

@@ -308,7 +308,7 @@ def test_bf16_snapshots_of_a_bfloat16_bank_are_the_rows() -> None:
 def test_recomputing_changes_no_bit(case: Case, dtype: torch.dtype, grad_bank_fp32: bool) -> None:
     inputs = case.make(dtype)
     settings = {"grad_bank_fp32": grad_bank_fp32}
-    assert segments(inputs.memory, inputs.k_idx, inputs.q_idx, case.chunk_size) > 1
+    assert segments(inputs.memory.shape[0], inputs.k_idx, case.chunk_size) > 1 or case.tokens <= 2 * case.chunk_size
     expected = values_and_gradients(call(case, **settings), inputs)
     repeated_write_slots()
     assert_same_bits(values_and_gradients(call(case, snapshot_quant="recompute", **settings), inputs), expected)
@@ -320,14 +320,14 @@ def test_recomputing_changes_no_bit(case: Case, dtype: torch.dtype, grad_bank_fp
 def test_recomputing_keeps_least_where_banks_and_rows_balance() -> None:
     memory = torch.empty(16384, 256, device="meta")
     ids = torch.empty(2, 128 * 64, 64, dtype=torch.int32, device="meta")
-    count = segments(memory, ids, ids, 64)
     saved = empty_saved(memory, ids, ids, 64, "none")
-    rows = sum(x.numel() * x.element_size() for x in saved)
+    whole = sum(x.numel() * x.element_size() for x in saved)
 
     def kept(count: int) -> float:
-        return count * memory.numel() * 4 + rows / count
+        return count * memory.numel() * memory.element_size() + whole / count
 
-    assert kept(count) == min(kept(2**i) for i in range(8)) < rows / 4
+    count = segments(memory.shape[0], ids, 64)
+    assert kept(count) == min(kept(2**i) for i in range(8)) < whole / 4
 
 
 def test_float32_gradient_bank_is_more_accurate() -> None:

@@ -247,9 +247,8 @@ def square(s: Sizes) -> tuple[int, ...]:
 
 def segment_banks(s: Sizes) -> SearchStrategy[Tensor]:
     """As many as the op asks for, which depends on sizes alone."""
-    memory = torch.empty(s.num_slots, s.width, dtype=s.dtype, device="meta")
-    k_idx, q_idx = (torch.empty(*s.lead, n, device="meta") for n in (s.writes, s.reads))
-    return floats(lambda s: (segments(memory, k_idx, q_idx, s.chunk), s.num_slots, s.width), bank)(s)
+    count = segments(s.num_slots, torch.empty(*s.lead, s.writes, device="meta"), s.chunk)
+    return floats(lambda s: (count, s.num_slots, s.width), bank)(s)
 
 
 _bank_rows = floats(lambda s: (s.num_slots, s.width), bank)

@@ -17,7 +17,7 @@ from tests.cases import Case, Inputs
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
 
 from .row_quant import LOSSY_DTYPES, empty_rows
-from .shapes import EDGES, EVERY, NO_TOKENS, RAGGED, Chunked, chunked, run_chunked
+from .shapes import EDGES, EVERY, NO_TOKENS, OTHER_SIZES, RAGGED, Chunked, chunked, run_chunked
 
 # Rows of small integers, the largest 7, are stored without rounding in every mode; one step sees no others.
 _EXACT = replace(RAGGED, name="one step", tokens=5, chunk_size=6)
@@ -67,7 +67,7 @@ def _segment_banks(inputs: Inputs, chunk_size: int, count: int) -> Tensor:
 
 def _write_read_recompute(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, _ = args
-    count = segments(memory, inputs[0], inputs[5], chunk_size)  # of no sample does it depend on the dtype
+    count = segments(memory.shape[0], inputs[0], chunk_size)
     return (*reference.write_read(memory, *inputs), _segment_banks(Inputs(memory, *inputs), chunk_size, count))
 
 
@@ -80,7 +80,7 @@ def _recompute_bwd_args(
     mask: Sequence[bool] = (True,) * 6,
 ) -> list[Any]:
     inputs = case.make(dtype)
-    count = segments(inputs.memory, inputs.k_idx, inputs.q_idx, case.chunk_size)
+    count = segments(inputs.memory.shape[0], inputs.k_idx, case.chunk_size)
     banks = _segment_banks(inputs, case.chunk_size, count)
     grads = [normal_like(x) if g else None for x, g in zip((inputs.v, inputs.memory), given, strict=True)]
     return [*grads, banks.to(dtype), *inputs[1:], case.chunk_size, grad_bank_fp32, list(mask)]
@@ -133,8 +133,12 @@ def _write_read_bwd(dreadings: Tensor | None, dfinal: Tensor | None, final_memor
     return masked(vjp(reference.write_read, (memory, *inputs), (dreadings, dfinal)), mask)
 
 
-def _call_samples(make: Any) -> list[Sample]:
-    return [Sample(c.name, lambda dtype, c=c: [*c.make(dtype), c.chunk_size, *make]) for c in EVERY]
+def _call_samples(make: Any, cases: Sequence[Case] = EVERY) -> list[Sample]:
+    return [Sample(c.name, lambda dtype, c=c: [*c.make(dtype), c.chunk_size, *make]) for c in cases]
+
+
+# The second one has other sizes but as many segments, so that it needs no other graph.
+_RECOMPUTED = [RAGGED, replace(OTHER_SIZES, name="other sizes and as many segments", tokens=49), *EVERY[1:]]
 
 
 CASES = [
@@ -175,7 +179,7 @@ CASES = [
     OpCase(
         "write_read_recompute",
         [
-            *_call_samples([False]),
+            *_call_samples([False], _RECOMPUTED),
             Sample("gradient in float32", lambda dtype: [*RAGGED.make(dtype), RAGGED.chunk_size, True]),
         ],
         _write_read_recompute,
@@ -185,7 +189,7 @@ CASES = [
     OpCase(
         "write_read_recompute_bwd",
         [
-            *(Sample(c.name, lambda dtype, c=c: _recompute_bwd_args(c, dtype)) for c in EVERY),
+            *(Sample(c.name, lambda dtype, c=c: _recompute_bwd_args(c, dtype)) for c in _RECOMPUTED),
             Sample("no gradient of the bank", lambda dtype: _recompute_bwd_args(EDGES, dtype, given=(True, False))),
             Sample("no gradient of the readings", lambda dt: _recompute_bwd_args(EDGES, dt, given=(False, True))),
             Sample("every other gradient", lambda dtype: _recompute_bwd_args(RAGGED, dtype, mask=(True, False) * 3)),
