@@ -46,7 +46,7 @@ SHARED = {
 }
 COMPOSERS = {
     *("__init__", "step_loop", "write_read"),
-    *(f"write_read_{part}" for part in ("bwd", "cuda", "ops", "recompute")),
+    *(f"write_read_{part}" for part in ("bwd", "cuda", "grad_cuda", "ops", "recompute")),
 }
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    UnsupportedConfigurationError,
     accumulate_dtype,
     check_devices,
     check_dtype,
@@ -156,15 +155,14 @@ def _decay_write_in_place_cuda(
     scales: Tensor | None,
     snapshot_quant: str,
 ) -> None:
-    from .decay_write_kernels import decay_write_call
+    from .decay_write_kernels import StepSnapshot, decay_write_call
 
     step = (delta, write_w, group_decay, order, group_start, group_slot)
     _check_decay_write(bank, *step)
     _check_in_place(bank, snapshot, scales, group_slot, snapshot_quant)
-    if snapshot is not None:
-        raise UnsupportedConfigurationError("decay_write_ saves no snapshot on cuda; pass None, or use the CPU")
+    saving = None if snapshot is None or scales is None else StepSnapshot(snapshot, scales, snapshot_quant)
     delta, *groups = (x.contiguous() for x in step)
-    decay_write_call(bank, None, delta, StepGroups(*groups), None).launch()
+    decay_write_call(bank, None, delta, StepGroups(*groups), None, saving).launch()
 
 
 def _decay_write_in_place_fake(

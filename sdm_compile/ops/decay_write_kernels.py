@@ -21,12 +21,50 @@ from torch import Tensor
 from .bound import KernelCall
 from .launch import eviction_hint
 from .layout import StepGroups
+from .snapshot import SCALED_MODES
+from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
 
 
 @triton.jit
 def _write_delta(row, weight, delta):
     """row [N, BD] plus weight [N] times delta [N or 1, BD], each of them rounded once."""
     return tl.fma(tl.broadcast_to(weight[:, None], row.shape), tl.broadcast_to(delta, row.shape), row)
+
+
+@triton.jit
+def _write_more(row, more, weight, p_delta, m_d):
+    """`_write_delta` for the rows of which there is more: adding nothing would turn -0.0 into 0.0."""
+    delta = tl.load(p_delta, mask=more[:, None] & m_d[None, :], other=0.0)
+    return tl.where(more[:, None], _write_delta(row, weight, delta), row)
+
+
+@triton.jit
+def _load_rows(p_bank, slot, used, start, D, BD: tl.constexpr, EVICT: tl.constexpr):
+    """Columns from `start` on of the bank's rows `slot` [N]: [N, BD], as the bank has them."""
+    o_d = start + tl.arange(0, BD)
+    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
+    return tl.load(p_bank + at, mask=used[:, None] & (o_d < D)[None, :], other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _write_groups(raw, column, groups, pointers, D, W: tl.constexpr, EVICT: tl.constexpr):
+    """Columns from `column` on of the groups' rows, [N, BD] `raw`, decayed and written; weight and token are those of
+    each group's first write. The pointers are those of the chunk, but for the bank's."""
+    slot, used, start, end, decay, weight, token = groups
+    p_bank, p_delta, p_write_w, p_order = pointers
+    o_d = column + tl.arange(0, raw.shape[1])
+    m_d = o_d < D
+    m_row = used[:, None] & m_d[None, :]
+    delta = tl.load(p_delta + token[:, None] * D + o_d[None, :], mask=m_row, other=0.0)
+    row = _write_delta(raw.to(tl.float32) * decay[:, None], weight, delta)
+    longest = tl.max(tl.where(used, end - start, 0), axis=0)
+    for n in range(1, longest):
+        more = used & (start + n < end)
+        entry = tl.load(p_order + start + n, mask=more, other=0)
+        weight = tl.load(p_write_w + entry, mask=more, other=0.0)
+        row = _write_more(row, more, weight, p_delta + (entry // W)[:, None] * D + o_d[None, :], m_d)
+    p_row = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
+    tl.store(p_row, row.to(p_bank.dtype.element_ty), mask=m_row, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -41,8 +79,11 @@ def _decay_write_kernel(
     p_group_slot,
     p_first_weight,
     p_first_token,
+    p_payload,
+    p_scales,
     num_slots,
     D,
+    DP,
     C: tl.constexpr,
     W: tl.constexpr,
     G: tl.constexpr,
@@ -50,18 +91,21 @@ def _decay_write_kernel(
     TABLE: tl.constexpr,
     FIRST: tl.constexpr,
     EVICT: tl.constexpr,
+    MODE: tl.constexpr,
+    TOP: tl.constexpr,
 ):
     """TABLE: the bank's address stands in p_table. FIRST: each group's first weight and token stand beside its ordinal,
-    so that most rows need no second look-up before their delta."""
+    so that most rows need no second look-up before their delta. MODE: the form that raw rows are saved in, None for
+    not at all; DP: the saved columns; TOP: the mode's largest code, None without scales. A scale needs the whole row
+    as it was, so that one program then goes through all columns."""
     if TABLE:
         p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
         p_bank = tl.multiple_of(p_bank, 16)
     entries: tl.constexpr = C * W
     p = tl.program_id(2).to(tl.int64)
-    o_g = tl.program_id(1) * G + tl.arange(0, G)
+    o_g = tl.program_id(0) * G + tl.arange(0, G)
     m_g = o_g < entries
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    column = tl.program_id(1) * BD
     slot = tl.load(p_group_slot + p * entries + o_g, mask=m_g, other=-1)
     start = tl.load(p_group_start + p * (entries + 1) + o_g, mask=m_g, other=0)
     end = tl.load(p_group_start + p * (entries + 1) + o_g + 1, mask=m_g, other=0)
@@ -74,20 +118,26 @@ def _decay_write_kernel(
         entry = tl.load(p_order + p * entries + start, mask=used, other=0)
         weight = tl.load(p_write_w + p * entries + entry, mask=used, other=0.0)
         token = entry // W
-    m_row = used[:, None] & m_d[None, :]
-    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
-    row = tl.load(p_bank + at, mask=m_row, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    delta = tl.load(p_delta + (p * C + token)[:, None] * D + o_d[None, :], mask=m_row, other=0.0)
-    row = _write_delta(row * decay[:, None], weight, delta)
-    longest = tl.max(tl.where(used, end - start, 0), axis=0)
-    for n in range(1, longest):
-        more = used & (start + n < end)
-        entry = tl.load(p_order + p * entries + start + n, mask=more, other=0)
-        weight = tl.load(p_write_w + p * entries + entry, mask=more, other=0.0)
-        m_more = more[:, None] & m_d[None, :]
-        delta = tl.load(p_delta + (p * C + entry // W)[:, None] * D + o_d[None, :], mask=m_more, other=0.0)
-        row = _write_delta(row, weight, delta)
-    tl.store(p_bank + at, row.to(p_bank.dtype.element_ty), mask=m_row, eviction_policy=EVICT)
+    groups = (slot, used, start, end, decay, weight, token)
+    pointers = (p_bank, p_delta + p * C * D, p_write_w + p * entries, p_order + p * entries)
+    raw = _load_rows(p_bank, slot, used, column, D, BD, EVICT)
+    rows = p * entries + o_g
+    scale = None
+    if TOP is not None:
+        largest = magnitude(convert(raw, tl.float32))
+        for other in range(BD, D, BD):
+            more = _load_rows(p_bank, slot, used, other, D, BD, EVICT)
+            largest = tl.maximum(largest, magnitude(convert(more, tl.float32)))
+        scale = row_scale(largest, TOP)
+        tl.store(p_scales + rows, scale, mask=used)
+    if MODE is not None:
+        store_quantized(p_payload, rows, used, column, raw, scale, D, DP, MODE)
+    _write_groups(raw, column, groups, pointers, D, W, EVICT)
+    if TOP is not None:
+        for other in range(BD, D, BD):
+            raw = _load_rows(p_bank, slot, used, other, D, BD, EVICT)
+            store_quantized(p_payload, rows, used, other, raw, scale, D, DP, MODE)
+            _write_groups(raw, other, groups, pointers, D, W, EVICT)
 
 
 @triton.jit
@@ -96,8 +146,7 @@ def _write_linked(row, entry, p_delta, p_write_w, p_link, o_d, m_d, D, W: tl.con
     while tl.max(entry, axis=0) >= 0:
         more = entry >= 0
         weight = tl.load(p_write_w + entry, mask=more, other=0.0)
-        at = (entry // W)[:, None] * D + o_d[None, :]
-        row = _write_delta(row, weight, tl.load(p_delta + at, mask=more[:, None] & m_d[None, :], other=0.0))
+        row = _write_more(row, more, weight, p_delta + (entry // W)[:, None] * D + o_d[None, :], m_d)
         entry = tl.load(p_link + entry, mask=more, other=-1)
     return row
 
@@ -168,7 +217,7 @@ class DecayWriteConfig:
         # Measured on an H200, us per whole step with 1024 columns: one group per program, 25.1 with one warp and 25.4
         # with two at a chunk of 64, 508 and 500 at 256; 27 and 589 with four groups of 256 columns. With 64 columns: 32
         # groups and four warps 17.2, 16 and two 17.4, 16 and one 19.5.
-        columns = min(1024, triton.next_power_of_2(head_dim))
+        columns = min(1024, max(2, triton.next_power_of_2(head_dim)))  # int4 packs two
         if head_dim % columns and head_dim > 256:
             columns = 256
         if columns <= 128:
@@ -191,26 +240,42 @@ def writes_by_token(bank: Tensor, streams: int, chunk: int, writes: int) -> bool
     return programs * config.warps <= 2 * wave
 
 
+class StepSnapshot(NamedTuple):
+    """Where a step's raw rows are saved, row p * E + o for group o of chunk p, and in which form."""
+
+    payload: Tensor  # [P * E, *]
+    scales: Tensor  # [P * E] or [0]
+    mode: str
+
+
 def decay_write_call(
     bank: Tensor,
     table: Tensor | None,
     delta: Tensor,
     groups: StepGroups,
     first: Sequence[Tensor] | None,
+    saving: StepSnapshot | None = None,
+    config: DecayWriteConfig | None = None,
 ) -> KernelCall:
     """One step, in place on a contiguous bank, from contiguous [P, *] inputs.
 
     `first`: (weight, token) of each group's first write [P, E]. With a `table` the kernel takes the bank's address from
-    its first entry, and from `bank` the dtype and shape alone.
+    its first entry, and from `bank` the dtype and shape alone. With `saving`, each group's raw row is stored there
+    first. The config reaches no bit.
     """
     streams, chunk, writes = groups.write_w.shape
     num_slots, width = bank.shape
-    config = DecayWriteConfig.from_shapes(chunk, width)
+    config = config or DecayWriteConfig.from_shapes(chunk, width)
     first_weight, first_token = first or (groups.write_w, groups.order)
-    grid = (triton.cdiv(width, config.columns), triton.cdiv(chunk * writes, config.groups), streams)
+    payload, scales, mode = saving or (bank, bank, None)
+    top = SCALED_MODES.get(mode) if mode else None
+    columns = 1 if top else triton.cdiv(width, config.columns)
+    # The groups, up to 65536, along the one dimension of a grid that takes as many.
+    grid = (triton.cdiv(chunk * writes, config.groups), columns, streams)
     tensors = (
         *(bank, bank if table is None else table, delta, groups.write_w, groups.group_decay),
         *(groups.order, groups.group_start, groups.group_slot, first_weight, first_token),
+        *(addressable(payload), scales),
     )
     options = dict(
         C=chunk,
@@ -220,10 +285,12 @@ def decay_write_call(
         TABLE=table is not None,
         FIRST=first is not None,
         EVICT=eviction_hint(bank, streams * chunk * writes * 2),
+        MODE=mode,
+        TOP=top,
         num_warps=config.warps,
         enable_fp_fusion=False,
     )
-    return KernelCall(_decay_write_kernel, grid, (*tensors, num_slots, width), options)
+    return KernelCall(_decay_write_kernel, grid, (*tensors, num_slots, width, payload.shape[1]), options)
 
 
 class Links(NamedTuple):

@@ -113,6 +113,39 @@ def _dual_matmul_bwd_cpu(
     return outs
 
 
+def _dual_matmul_bwd_cuda(
+    ddelta: Tensor,
+    dreadings: Tensor,
+    X: Tensor,
+    QX: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retrieved: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    from .dual_matmul_kernels import outer_product_call, transposed_lower_matmul_call, values_backward_call
+
+    _check_dual_matmul_bwd(ddelta, dreadings, X, QX, v, beta, retrieved)
+    outs = _empty_dual_matmul_bwd_outputs(X, v, beta, mask)
+    dX, dQX, dv, dbeta, dretrieved, dinter = (out if wanted else None for out, wanted in zip(outs, mask, strict=True))
+    inputs = (ddelta, dreadings, X, QX, v, beta, retrieved)
+    ddelta, dreadings, X, QX, v, beta, retrieved = (x.contiguous() for x in inputs)
+    if dX is not None or dQX is not None:
+        u = beta * (v - retrieved)
+    if dX is not None:
+        outer_product_call(ddelta, u, dX, v.dtype).launch()
+    if dQX is not None:
+        outer_product_call(dreadings.to(X.dtype), u, dQX, v.dtype).launch()
+    if dv is not None or dbeta is not None or dretrieved is not None:
+        du = empty(tuple(v.shape), v, X.dtype)
+        transposed_lower_matmul_call(QX, dreadings, du, v.dtype).launch()
+        transposed_lower_matmul_call(X, ddelta, du, v.dtype, plus=du).launch()
+        values_backward_call(du, v, beta, retrieved, dv, dbeta, dretrieved).launch()
+    if dinter is not None:
+        dinter.copy_(dreadings)
+    return outs
+
+
 def _dual_matmul_bwd_fake(
     ddelta: Tensor,
     dreadings: Tensor,
@@ -131,6 +164,7 @@ dual_matmul_bwd_op = register(
     "dual_matmul_bwd(Tensor ddelta, Tensor dreadings, Tensor X, Tensor QX, Tensor v, Tensor beta, Tensor retrieved, "
     "bool[] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_dual_matmul_bwd_cpu,
+    cuda=_dual_matmul_bwd_cuda,
     fake=_dual_matmul_bwd_fake,
 )
 

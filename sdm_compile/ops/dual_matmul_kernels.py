@@ -1,4 +1,7 @@
-"""Triton kernel of the dual matmul: delta = X u inside the loop, readings = QX u + inter for many steps at once."""
+"""Triton kernels of the dual matmul: delta = X u inside the loop, readings = QX u + inter for many steps at once.
+
+Of its backward too: X^T a within a step or for many, and what a chunk's matrices and values are sent back.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +34,40 @@ def _lower_matmul_kernel(
     RESIDUAL: tl.constexpr,
     PLUS: tl.constexpr,
     UNSTAGE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """out = X u (+ plus), X lower triangular, one tile of one chunk per program.
 
     RESIDUAL: p_u holds the retrieved rows, u = beta (v - retrieved). PLUS: add p_plus. UNSTAGE: out is [P, T, D], and
-    the chunks begin at token `first_token`; otherwise out has the chunks' own layout. EARLY: the kernel is launched
-    before the one in front of it has ended, and lets the next one start at once; both wait before they read its output.
+    the chunks begin at token `first_token`; otherwise out has the chunks' own layout. TRANSPOSED: X^T instead of X.
+    EARLY: the kernel is launched before the one in front of it has ended, and lets the next one start at once; both
+    wait before they read its output.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(2).to(tl.int64)
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
+    block = tl.program_id(1)  # long rows first
+    if not TRANSPOSED:
+        block = tl.num_programs(1) - 1 - block
     o_m = block * BM + tl.arange(0, BM)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, tl.minimum(C, (block + 1) * BM), BK):
+    first, end = 0, tl.minimum(C, (block + 1) * BM)
+    if TRANSPOSED:
+        first, end = block * BM, C
+    for k in range(first, end, BK):
         o_k = k + tl.arange(0, BK)
         m_x = (o_m < C)[:, None] & (o_k < C)[None, :]
         m_u = (o_k < C)[:, None] & (o_n < D)[None, :]
-        x = tl.load(p_X + (chunk * C + o_m)[:, None] * C + o_k[None, :], mask=m_x, other=0.0)
+        if TRANSPOSED:
+            x = tl.load(p_X + (chunk * C + o_k)[None, :] * C + o_m[:, None], mask=m_x, other=0.0)
+        else:
+            x = tl.load(p_X + (chunk * C + o_m)[:, None] * C + o_k[None, :], mask=m_x, other=0.0)
         at = (chunk * C + o_k)[:, None] * D + o_n[None, :]
-        u = tl.load(p_u + at, mask=m_u, other=0.0)
+        u = tl.load(p_u + at, mask=m_u, other=0.0).to(tl.float32)
         if RESIDUAL:
             beta = tl.load(p_beta + chunk * C + o_k, mask=o_k < C, other=0.0)
             u = beta[:, None] * (tl.load(p_v + at, mask=m_u, other=0.0).to(tl.float32) - u)
@@ -68,6 +81,82 @@ def _lower_matmul_kernel(
         m_out &= (t < tokens)[:, None]
         row = (chunk % streams) * tokens + t
     tl.store(p_out + row[:, None] * D + o_n[None, :], total.to(p_out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def _outer_product_kernel(
+    p_a,
+    p_b,
+    p_out,
+    D,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out = a b^T [C, C] or minus that, one tile of one chunk per program, summed over the columns in their order.
+
+    What lies above the diagonal of that number, counted as `torch.tril` does, is zero.
+    """
+    row_blocks: tl.constexpr = (C + BM - 1) // BM
+    column_blocks: tl.constexpr = (C + BN - 1) // BN
+    tile = tl.program_id(0) % (row_blocks * column_blocks)
+    chunk = (tl.program_id(0) // (row_blocks * column_blocks)).to(tl.int64)
+    first_row, first_column = (tile // column_blocks) * BM, (tile % column_blocks) * BN
+    o_m = first_row + tl.arange(0, BM)
+    o_n = first_column + tl.arange(0, BN)
+    total = tl.zeros([BM, BN], tl.float32)
+    above = first_column - (first_row + BM - 1) > DIAGONAL  # the whole tile
+    for d in range(0, tl.where(above, 0, D), BD):
+        o_d = d + tl.arange(0, BD)
+        m_a = (o_m < C)[:, None] & (o_d < D)[None, :]
+        m_b = (o_d < D)[:, None] & (o_n < C)[None, :]
+        a = tl.load(p_a + (chunk * C + o_m)[:, None] * D + o_d[None, :], mask=m_a, other=0.0)
+        b = tl.load(p_b + (chunk * C + o_n)[None, :] * D + o_d[:, None], mask=m_b, other=0.0).to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    if NEGATIVE:
+        total = -total
+    total = tl.where(o_n[None, :] - o_m[:, None] > DIAGONAL, 0.0, total)
+    m_out = (o_m < C)[:, None] & (o_n < C)[None, :]
+    tl.store(p_out + (chunk * C + o_m)[:, None] * C + o_n[None, :], total, mask=m_out)
+
+
+@triton.jit
+def _values_backward_kernel(
+    p_du,
+    p_v,
+    p_beta,
+    p_retrieved,
+    p_dv,
+    p_dbeta,
+    p_dretrieved,
+    D,
+    BD: tl.constexpr,
+    DV: tl.constexpr,
+    DBETA: tl.constexpr,
+    DRETRIEVED: tl.constexpr,
+):
+    """Back through u = beta (v - retrieved), one token per program; DV, DBETA and DRETRIEVED: what is wanted."""
+    row = tl.program_id(0).to(tl.int64)
+    beta = tl.load(p_beta + row)
+    total = tl.zeros([BD], tl.float32)
+    for d in range(0, D, BD):
+        o_d = d + tl.arange(0, BD)
+        m_d = o_d < D
+        at = row * D + o_d
+        du = tl.load(p_du + at, mask=m_d, other=0.0)
+        if DV:
+            tl.store(p_dv + at, (beta * du).to(p_dv.dtype.element_ty), mask=m_d)
+        if DRETRIEVED:
+            tl.store(p_dretrieved + at, -beta * du, mask=m_d)
+        if DBETA:
+            v = tl.load(p_v + at, mask=m_d, other=0.0).to(tl.float32)
+            total += (v - tl.load(p_retrieved + at, mask=m_d, other=0.0)) * du
+    if DBETA:
+        tl.store(p_dbeta + row, tl.sum(total, axis=0))
 
 
 @dataclass(frozen=True)
@@ -87,12 +176,41 @@ class DualMatmulConfig:
             rows=block,
             columns=min(64 if many else 16 if chunk <= 64 else 32, max(16, triton.next_power_of_2(head_dim))),
             inner=block,
-            precision="tf32" if dtype == torch.bfloat16 else _float32_precision(),
+            precision=_matmul_precision(dtype),
         )
 
 
-def _float32_precision() -> str:
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+@dataclass(frozen=True)
+class OuterProductConfig:
+    rows: int
+    columns: int
+    inner: int
+    precision: str
+
+    @staticmethod
+    def from_shapes(chunk: int, head_dim: int, dtype: torch.dtype) -> OuterProductConfig:
+        block = max(16, triton.next_power_of_2(chunk))
+        return OuterProductConfig(
+            rows=min(64, block),
+            columns=min(32, block),
+            inner=min(64, max(16, triton.next_power_of_2(head_dim))),
+            precision=_matmul_precision(dtype),
+        )
+
+
+@dataclass(frozen=True)
+class ValuesBackwardConfig:
+    columns: int
+
+    @staticmethod
+    def from_shapes(head_dim: int) -> ValuesBackwardConfig:
+        return ValuesBackwardConfig(columns=min(1024, max(1, triton.next_power_of_2(head_dim))))
+
+
+def _matmul_precision(dtype: torch.dtype) -> str:
+    """Of a float32 matmul around a bank of `dtype`."""
+    exact = dtype != torch.bfloat16 and torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
 
 
 def lower_matmul_call(
@@ -104,14 +222,17 @@ def lower_matmul_call(
     plus: Tensor | None = None,
     unstage: tuple[int, int] | None = None,
     early: bool = False,
+    transposed: bool = False,
+    many: bool | None = None,
 ) -> KernelCall:
     """out = X u (+ plus) for contiguous X [N, C, C] and u [N, C, D] of a bank of `dtype`.
 
     With `residual` = (v, beta) `u` holds retrieved rows. With `unstage` = (first token, streams) out is [P, T, D], and
-    the chunks are those of the tokens from the first on, step after step. `early`: see the kernel.
+    the chunks are those of the tokens from the first on, step after step. `early`: see the kernel. `many`: see the
+    config; None for where there is a `plus`. `transposed`: see `transposed_lower_matmul_call`.
     """
     chunks, chunk, width = u.shape
-    config = DualMatmulConfig.from_shapes(chunk, width, dtype, many=plus is not None)
+    config = DualMatmulConfig.from_shapes(chunk, width, dtype, plus is not None if many is None else many)
     v, beta = residual or (u, u)
     first_token, streams = unstage or (0, 1)
     tensors = (X, u, v, beta, u if plus is None else plus, out)
@@ -123,6 +244,7 @@ def lower_matmul_call(
         RESIDUAL=residual is not None,
         PLUS=plus is not None,
         UNSTAGE=unstage is not None,
+        TRANSPOSED=transposed,
         PRECISION=config.precision,
         EARLY=early,
         num_warps=4,
@@ -131,3 +253,70 @@ def lower_matmul_call(
     )
     grid = (triton.cdiv(width, config.columns), triton.cdiv(chunk, config.rows), chunks)
     return KernelCall(_lower_matmul_kernel, grid, (*tensors, width, out.shape[1], first_token, streams), options)
+
+
+def transposed_lower_matmul_call(
+    X: Tensor, a: Tensor, out: Tensor, dtype: torch.dtype, plus: Tensor | None = None, many: bool = False
+) -> KernelCall:
+    """out = X^T a (+ plus) for contiguous X [N, C, C], lower triangular, and a [N, C, D] of a bank of `dtype`.
+
+    `plus` and `out` [N, C, D] are float32 and may be the same tensor. `many`: see the config.
+    """
+    return lower_matmul_call(X, a, out, dtype, plus=plus, transposed=True, many=many)
+
+
+def outer_product_call(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    dtype: torch.dtype,
+    tril: int | None = None,
+    negative: bool = False,
+) -> KernelCall:
+    """out [N, C, C] = a b^T, or minus that, for contiguous a and b [N, C, D] of a bank of `dtype`.
+
+    `a` is float32, so that it goes to the tensor cores as it was loaded; `b` may be bfloat16 too. `tril`: zero above
+    that diagonal, counted as `torch.tril` does.
+    """
+    chunks, chunk, width = a.shape
+    config = OuterProductConfig.from_shapes(chunk, width, dtype)
+    tiles = triton.cdiv(chunk, config.rows) * triton.cdiv(chunk, config.columns)
+    options = dict(
+        C=chunk,
+        BM=config.rows,
+        BN=config.columns,
+        BD=config.inner,
+        DIAGONAL=chunk if tril is None else tril,
+        NEGATIVE=negative,
+        PRECISION=config.precision,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return KernelCall(_outer_product_kernel, (chunks * tiles,), (a, b, out, width), options)
+
+
+def values_backward_call(
+    du: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    retrieved: Tensor,
+    dv: Tensor | None = None,
+    dbeta: Tensor | None = None,
+    dretrieved: Tensor | None = None,
+) -> KernelCall:
+    """dv = beta du, dbeta = sum of (v - retrieved) du over the columns, dretrieved = -beta du; None: not wanted.
+
+    All contiguous [N, C, D], beta and dbeta [N, C, 1]; v in the bank's dtype, dv in any, the rest float32.
+    """
+    chunks, chunk, width = du.shape
+    outs = (dv, dbeta, dretrieved)
+    options = dict(
+        BD=ValuesBackwardConfig.from_shapes(width).columns,
+        DV=dv is not None,
+        DBETA=dbeta is not None,
+        DRETRIEVED=dretrieved is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    tensors = (du, v, beta, retrieved, *(du if out is None else out for out in outs))
+    return KernelCall(_values_backward_kernel, (chunks * chunk,), (*tensors, width), options)

@@ -317,6 +317,29 @@ def _phase1_bwd_cpu(
     return dk_val, dg, dq_val
 
 
+def _phase1_bwd_cuda(
+    dk_eff: Tensor,
+    dq_w: Tensor,
+    dwrite_w: Tensor,
+    dA: Tensor,
+    dQK: Tensor,
+    dgroup_decay: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+) -> tuple[Tensor, ...]:
+    from .phase1_bwd_kernels import empty_phase1_bwd_scratch, launch_phase1_bwd
+
+    _check_phase1_bwd(dk_eff, dq_w, dwrite_w, dA, dQK, dgroup_decay, k_idx, k_val, g, q_idx, q_val)
+    outs = _empty_phase1_bwd_outputs(k_val, g, q_val)
+    grads = [x.contiguous() for x in (dk_eff, dq_w, dwrite_w, dA, dQK, dgroup_decay)]
+    inputs = [x.contiguous() for x in (k_idx, k_val, g, q_idx, q_val)]
+    launch_phase1_bwd(grads, inputs, outs, empty_phase1_bwd_scratch(k_idx, q_idx))
+    return outs
+
+
 def _phase1_bwd_fake(
     dk_eff: Tensor,
     dq_w: Tensor,
@@ -338,6 +361,7 @@ phase1_bwd_op = register(
     "phase1_bwd(Tensor dk_eff, Tensor dq_w, Tensor dwrite_w, Tensor dA, Tensor dQK, Tensor dgroup_decay, "
     f"{_INPUTS}) -> (Tensor, Tensor, Tensor)",
     cpu=_phase1_bwd_cpu,
+    cuda=_phase1_bwd_cuda,
     fake=_phase1_bwd_fake,
 )
 

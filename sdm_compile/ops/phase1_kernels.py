@@ -57,10 +57,10 @@ def _merge_halves(cube, STAGE: tl.constexpr, RANK: tl.constexpr):
 
 
 @triton.jit
-def _sort_kernel(p_k_idx, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
+def _sort_kernel(p_ids, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
     """Sorts TILE entries. RUN: how many neighbours likely ascend already, as a top-k gives them; a power of two.
 
-    Entries without a slot belong to no group, so that their write_w is stored here.
+    Entries without a slot belong to no group, so that their write_w, if one is wanted, is stored here.
     """
     rank: tl.constexpr = _log2(TILE)
     chunk = tl.program_id(1).to(tl.int64)
@@ -69,13 +69,14 @@ def _sort_kernel(p_k_idx, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.cons
     # Every second run is taken backwards, which makes bitonic sequences of two.
     o_e = place ^ tl.where((o_t & RUN) != 0, RUN - 1, 0) if RUN > 1 else place
     m_e = _inside(o_e, ENTRIES, TILE)
-    p_k_idx += chunk * ENTRIES
-    ids = tl.load(p_k_idx + o_e, mask=m_e, other=-1)
-    after = tl.load(p_k_idx + tl.where(o_e % RUN == RUN - 1, o_e, o_e + 1), mask=m_e, other=-1) if RUN > 1 else ids
+    p_ids += chunk * ENTRIES
+    ids = tl.load(p_ids + o_e, mask=m_e, other=-1)
+    after = tl.load(p_ids + tl.where(o_e % RUN == RUN - 1, o_e, o_e + 1), mask=m_e, other=-1) if RUN > 1 else ids
     key = tl.where(ids >= 0, (ids.to(tl.int64) << 32) | o_e.to(tl.int64), NO_ENTRY)
     cube = tl.reshape(key, [2] * rank)
     if tl.min(tl.minimum(ids, after - ids), axis=0) < 0:  # a missing slot, or a run that does not ascend
-        tl.store(p_write_w + chunk * ENTRIES + o_e, tl.zeros([TILE], tl.float32), mask=m_e & (ids < 0))
+        if p_write_w is not None:
+            tl.store(p_write_w + chunk * ENTRIES + o_e, tl.zeros([TILE], tl.float32), mask=m_e & (ids < 0))
         for stage in tl.static_range(1, _log2(RUN) + 1):
             cube = _merge_halves(cube, stage, rank)
     for stage in tl.static_range(_log2(RUN) + 1, rank + 1):
@@ -392,26 +393,55 @@ def _pairs_kernel(
 
 
 @dataclass(frozen=True)
-class Phase1Config:
-    """Launch shapes of Phase 1, from a chunk's shape alone."""
+class SortConfig:
+    """Launch shapes of a sort, from the number of a chunk's entries alone."""
 
     tile: int  # entries sorted by one program
     merge: int  # entries of a merge's result per program
+
+    @staticmethod
+    def from_shapes(entries: int) -> SortConfig:
+        return SortConfig(tile=min(max(2, triton.next_power_of_2(entries)), 512), merge=512)
+
+
+def sort_by_slot(ids: Tensor, keys: Tensor, merged: Tensor, run: int, write_w: Tensor | None = None) -> Tensor:
+    """The sorted keys of ids, in one of the two buffers [N, E]. ids: contiguous, E of each of the N chunks.
+
+    run: how many neighbours likely ascend already; helps if it is a power of two. write_w: zero without a slot.
+    """
+    chunks, entries = keys.shape
+    config = SortConfig.from_shapes(entries)
+    sorted_run = config.tile
+    _sort_kernel[(triton.cdiv(entries, config.tile), chunks)](
+        *(ids, keys, write_w),
+        ENTRIES=entries,
+        RUN=min(run, config.tile) if run == triton.next_power_of_2(run) else 1,
+        TILE=config.tile,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    block = min(config.merge, 2 * sorted_run)
+    while sorted_run < entries:
+        _merge_kernel[(triton.cdiv(entries, block), chunks)](
+            *(keys, merged, sorted_run), ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True
+        )
+        keys, merged, sorted_run = merged, keys, 2 * sorted_run
+    return keys
+
+
+@dataclass(frozen=True)
+class Phase1Config:
+    """Launch shapes of Phase 1's rows, from a chunk's shape alone."""
+
     rows_w: int  # tokens per program of the pairs kernel, for writes and for reads
     rows_r: int
 
     @staticmethod
     def from_shapes(chunk: int, writes: int, reads: int) -> Phase1Config:
-        entries = max(2, triton.next_power_of_2(chunk * writes))
-        return Phase1Config(
-            tile=min(entries, 512),
-            merge=512,
-            rows_w=_rows(writes, chunk),
-            rows_r=_rows(reads, chunk),
-        )
+        return Phase1Config(rows_w=rows_per_program(writes, chunk), rows_r=rows_per_program(reads, chunk))
 
 
-def _rows(width: int, chunk: int) -> int:
+def rows_per_program(width: int, chunk: int) -> int:
     """Tokens per one-warp program: about 128 walking entries (measured on an earlier walk over every column)."""
     return max(1, min(128 // triton.next_power_of_2(width), triton.next_power_of_2(chunk)))
 
@@ -463,21 +493,7 @@ def launch_phase1(
     if not chunks:
         return
     config = Phase1Config.from_shapes(chunk, writes, reads)
-    keys, merged, run = scratch.keys, scratch.merged, config.tile
-    _sort_kernel[(triton.cdiv(entries, run), chunks)](
-        *(k_idx, keys, fields.write_w),
-        ENTRIES=entries,
-        RUN=min(writes, run) if writes == triton.next_power_of_2(writes) else 1,
-        TILE=run,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
-    block = min(config.merge, 2 * run)
-    while run < entries:
-        _merge_kernel[(triton.cdiv(entries, block), chunks)](
-            *(keys, merged, run), ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True
-        )
-        keys, merged, run = merged, keys, 2 * run
+    keys = sort_by_slot(k_idx, scratch.keys, scratch.merged, writes, fields.write_w)
     tiles = triton.cdiv(entries, PLACES)
     _order_kernel[(tiles, chunks)](
         *(keys, k_val, g, fields.order, scratch.weight, scratch.gate),

@@ -1,9 +1,4 @@
-"""Triton kernels of the snapshot's row formats: bit for bit what `snapshot` does on the CPU.
-
-The helpers work on a tile [R, B], columns `start` .. `start + B - 1` of R rows, so that a stage that holds such a tile
-can store it, or load it, in a snapshot's form. Roundings are integer arithmetic on the float's bits where a cast would
-not do: Triton's to float8 does not assemble on sm_80, and its interpreter truncates to bfloat16. A division is IEEE's.
-"""
+"""Triton kernels of the snapshot's row formats: rows [n, D] to a mode's payload and scales, and back."""
 
 from __future__ import annotations
 
@@ -15,141 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .snapshot import SCALED_MODES
-
-_NO_SIGN = tl.constexpr(0x7FFFFFFF)
-_INF_BITS = tl.constexpr(0x7F800000)  # of float32; a magnitude above is NaN
-
-
-@triton.jit
-def _bits(x):
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _convert(x, dtype: tl.constexpr):
-    """x, float32 or bfloat16, as the other one, to nearest even; as it is, NaN's bits too, where it has the dtype."""
-    if x.dtype == dtype:
-        return x
-    elif dtype == tl.float32:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        bits = _bits(x)
-        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        high = tl.where((bits & _NO_SIGN) > _INF_BITS, 0x7FC0, high)
-        return high.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _magnitude(x):
-    """|x| of float32 as int32 in the same order, NaN above all: a largest one is NaN where there is one."""
-    return _bits(x) & _NO_SIGN
-
-
-@triton.jit
-def _row_scale(magnitude, TOP: tl.constexpr):
-    """[R] scales of rows that have the same largest magnitude as this tile [R, B]."""
-    largest = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
-    return tl.math.div_rn(largest, TOP)
-
-
-@triton.jit
-def _scaled(x, scale):
-    """What is to be encoded: x [R, B] in units of its rows' scales [R]."""
-    return tl.math.div_rn(x, tl.where(scale == 0.0, 1.0, scale)[:, None])
-
-
-@triton.jit
-def _encode_fp8(x):
-    """float32 to the nearest float8_e4m3fn's code, as int32: ties to even, beyond 448 to 448, NaN to NaN."""
-    bits = _bits(x)
-    magnitude = bits & _NO_SIGN
-    clamped = tl.minimum(magnitude, 0x43E00000)  # 448
-    # From 2**-6 on: 20 of 23 bits behind the point go, and the exponent's bias becomes 7 instead of 127.
-    code = ((clamped + 0x7FFFF + ((clamped >> 20) & 1)) >> 20) - (120 << 3)
-    # Below, codes count steps of 2**-9, which are those of float32 from 2**14 on.
-    steps = _bits(clamped.to(tl.float32, bitcast=True) + 16384.0) - 0x46800000
-    code = tl.where(clamped < 0x3C800000, steps, code)
-    code = tl.where(magnitude > _INF_BITS, 0x7F, code)
-    return code | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _decode_fp8(code):
-    """The float32 of a float8_e4m3fn's code, an int32."""
-    low = code & 0x7F
-    normal = ((low << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(low < 8, low.to(tl.float32) * 0.001953125, normal)  # 2**-9, exact
-    bits = tl.where(low == 0x7F, 0x7FC00000, _bits(magnitude))
-    return (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _encode_int4(x):
-    """float32 to the nearest of -7 .. 7, plus 8, as int32: ties to even; NaN to 0, as on the CPU."""
-    clamped = tl.minimum(tl.maximum(x, -7.0), 7.0)
-    code = _bits(clamped + 12582912.0) - 0x4B400000 + 8  # from 2**23 on, float32 has the integers alone
-    return tl.where(x == x, code, 0)
-
-
-@triton.jit
-def _decode_int4(code):
-    return (code - 8).to(tl.float32)
-
-
-@triton.jit
-def _pack_int4(codes):
-    """[R, B] codes as [R, B // 2] bytes: the low nibble is the first of two columns."""
-    low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
-    return low | (high << 4)
-
-
-@triton.jit
-def _unpack_int4(bytes):
-    """[R, B // 2] bytes as [R, B] codes."""
-    return tl.reshape(tl.join(bytes & 15, bytes >> 4), [bytes.shape[0], bytes.shape[1] * 2])
-
-
-@triton.jit
-def _load_tile(p_base, rows, m_rows, start, D, B: tl.constexpr):
-    """Columns of rows [n, D], 0 where there is no row or no column. rows: [R] int64."""
-    o_d = start + tl.arange(0, B)
-    return tl.load(p_base + rows[:, None] * D + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0)
-
-
-@triton.jit
-def _store_tile(p_base, rows, m_rows, start, x, D):
-    o_d = start + tl.arange(0, x.shape[1])
-    x = x.to(p_base.dtype.element_ty)
-    tl.store(p_base + rows[:, None] * D + o_d[None, :], x, mask=m_rows[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def _store_quantized(p_payload, rows, m_rows, start, x, scale, D, DP, MODE: tl.constexpr):
-    """A tile x [R, B] of bank rows into rows `rows` [R] int64 of a payload in MODE's form; float8 is uint8 here.
-
-    scale: [R], `_row_scale` of the whole rows; anything for a mode without. start: even. DP: the payload's columns.
-    """
-    if MODE == "fp8":
-        _store_tile(p_payload, rows, m_rows, start, _encode_fp8(_scaled(_convert(x, tl.float32), scale)), DP)
-    elif MODE == "int4":
-        codes = _encode_int4(_scaled(_convert(x, tl.float32), scale))
-        m_d = start + tl.arange(0, x.shape[1]) < D
-        codes = tl.where(m_d[None, :], codes, 8)
-        _store_tile(p_payload, rows, m_rows, start // 2, _pack_int4(codes), DP)
-    else:
-        _store_tile(p_payload, rows, m_rows, start, _convert(x, p_payload.dtype.element_ty), DP)
-
-
-@triton.jit
-def _load_quantized(p_payload, rows, m_rows, start, scale, DP, B: tl.constexpr, MODE: tl.constexpr):
-    """A tile [R, B] of the rows that `_store_quantized` stored: float32, or the payload's dtype without scales."""
-    if MODE == "fp8":
-        return _decode_fp8(_load_tile(p_payload, rows, m_rows, start, DP, B).to(tl.int32)) * scale[:, None]
-    elif MODE == "int4":
-        pairs = _load_tile(p_payload, rows, m_rows, start // 2, DP, B // 2)
-        return _decode_int4(_unpack_int4(pairs.to(tl.int32))) * scale[:, None]
-    else:
-        return _load_tile(p_payload, rows, m_rows, start, DP, B)
+from .snapshot_tiles import (
+    addressable,
+    convert,
+    load_quantized,
+    load_tile,
+    magnitude,
+    row_scale,
+    store_quantized,
+    store_tile,
+)
 
 
 @triton.jit
@@ -168,19 +38,19 @@ def _quantize_kernel(
     """R rows, B columns after B columns. TOP: the mode's largest code, None without scales."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     m_rows = rows < n
-    first = _load_tile(p_rows, rows, m_rows, 0, D, B)
+    first = load_tile(p_rows, rows, m_rows, 0, D, B)
     scale = None
     if TOP is not None:
-        magnitude = _magnitude(_convert(first, tl.float32))
+        largest = magnitude(convert(first, tl.float32))
         for start in range(B, D, B):
-            x = _load_tile(p_rows, rows, m_rows, start, D, B)
-            magnitude = tl.maximum(magnitude, _magnitude(_convert(x, tl.float32)))
-        scale = _row_scale(magnitude, TOP)
+            x = load_tile(p_rows, rows, m_rows, start, D, B)
+            largest = tl.maximum(largest, magnitude(convert(x, tl.float32)))
+        scale = row_scale(largest, TOP)
         tl.store(p_scales + rows, scale, mask=m_rows)
-    _store_quantized(p_payload, rows, m_rows, 0, first, scale, D, DP, MODE)
+    store_quantized(p_payload, rows, m_rows, 0, first, scale, D, DP, MODE)
     for start in range(B, D, B):
-        x = _load_tile(p_rows, rows, m_rows, start, D, B)
-        _store_quantized(p_payload, rows, m_rows, start, x, scale, D, DP, MODE)
+        x = load_tile(p_rows, rows, m_rows, start, D, B)
+        store_quantized(p_payload, rows, m_rows, start, x, scale, D, DP, MODE)
 
 
 @triton.jit
@@ -203,8 +73,8 @@ def _dequantize_kernel(
     scale = None
     if TOP is not None:
         scale = tl.load(p_scales + rows, mask=m_rows, other=0.0)
-    x = _load_quantized(p_payload, rows, m_rows, start, scale, DP, B, MODE)
-    _store_tile(p_rows, rows, m_rows, start, _convert(x, p_rows.dtype.element_ty), D)
+    x = load_quantized(p_payload, rows, m_rows, start, scale, DP, B, MODE)
+    store_tile(p_rows, rows, m_rows, start, convert(x, p_rows.dtype.element_ty), D)
 
 
 @dataclass(frozen=True)
@@ -227,13 +97,15 @@ def launch_quantize(
 ) -> None:
     """Fills payload and scales, in `mode`'s form, from rows [n, D]; all contiguous. The config reaches no bit."""
     if mode == "int4" and rows.shape[1] == 1:  # as two: see `RowQuantConfig`
-        rows = torch.nn.functional.pad(rows, (0, 1))
+        launch_quantize(torch.nn.functional.pad(rows, (0, 1)), payload, scales, mode, config)
+        payload.bitwise_and_(15).bitwise_or_(8 << 4)  # beside NaN, the zero was not coded as one
+        return
     n, width = rows.shape
     if not n:
         return
     config = config or RowQuantConfig.from_shapes(width)
     _quantize_kernel[(triton.cdiv(n, config.rows),)](
-        *(rows, _addressable(payload), scales, n, width, payload.shape[1]),
+        *(rows, addressable(payload), scales, n, width, payload.shape[1]),
         MODE=mode,
         TOP=SCALED_MODES.get(mode),
         R=config.rows,
@@ -257,7 +129,7 @@ def launch_dequantize(
         return
     config = config or RowQuantConfig.from_shapes(width)
     _dequantize_kernel[(triton.cdiv(n, config.rows), triton.cdiv(width, config.columns))](
-        *(_addressable(payload), scales, rows, n, width, payload.shape[1]),
+        *(addressable(payload), scales, rows, n, width, payload.shape[1]),
         MODE=mode,
         TOP=SCALED_MODES.get(mode),
         R=config.rows,
@@ -265,8 +137,3 @@ def launch_dequantize(
         num_warps=config.warps,
         enable_fp_fusion=False,
     )
-
-
-def _addressable(payload: Tensor) -> Tensor:
-    """As a dtype that kernels can take on every architecture: float8 as its codes."""
-    return payload.view(torch.uint8) if payload.dtype == torch.float8_e4m3fn else payload

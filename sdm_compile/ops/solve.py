@@ -83,6 +83,19 @@ def _solve_bwd_cpu(
     return dA, dQK, dbeta
 
 
+def _solve_bwd_cuda(
+    dX: Tensor, dQX: Tensor, A: Tensor, QK: Tensor, beta: Tensor, X: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .solve_kernels import launch_solve_bwd
+
+    _check_solve_bwd(dX, dQX, A, QK, beta, X)
+    outs = _empty_solve_bwd_outputs(A, beta)
+    dX, dQX, A, QK, beta, X = (x.contiguous() for x in (dX, dQX, A, QK, beta, X))
+    scratch = empty(tuple(X.shape), X), empty(tuple(X.shape), X)
+    launch_solve_bwd((dX, dQX), (A, QK, beta), X, scratch, outs)
+    return outs
+
+
 def _solve_bwd_fake(
     dX: Tensor, dQX: Tensor, A: Tensor, QK: Tensor, beta: Tensor, X: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +106,7 @@ def _solve_bwd_fake(
 solve_bwd_op = register(
     "solve_bwd(Tensor dX, Tensor dQX, Tensor A, Tensor QK, Tensor beta, Tensor X) -> (Tensor, Tensor, Tensor)",
     cpu=_solve_bwd_cpu,
+    cuda=_solve_bwd_cuda,
     fake=_solve_bwd_fake,
 )
 

@@ -1,4 +1,8 @@
-"""Triton kernels of the solve: the inverse of a unit lower triangular matrix by blocks, always in IEEE float32."""
+"""Triton kernels of the solve: the inverse of a unit lower triangular matrix by blocks, always in IEEE float32.
+
+Its backward is products of lower triangular matrices alone: what lies above a diagonal meets the zeros of another
+factor, or is not wanted.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .bound import KernelCall
 
 
 @triton.jit
@@ -25,11 +31,22 @@ def _unit_inverse(p_A, p_beta, chunk, block, C: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _tile(p_base, chunk, rows, columns, C: tl.constexpr, LOWER: tl.constexpr):
+def _tile(p_base, chunk, rows, columns, C: tl.constexpr):
     m = (rows < C)[:, None] & (columns < C)[None, :]
-    if LOWER:
-        m &= rows[:, None] >= columns[None, :]
     return tl.load(p_base + (chunk * C + rows)[:, None] * C + columns[None, :], mask=m, other=0.0)
+
+
+@triton.jit
+def _lower_tile(p_base, chunk, rows, columns, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A tile of a lower triangular matrix, or of its transpose; zeros for what lies above its diagonal."""
+    m = (rows < C)[:, None] & (columns < C)[None, :]
+    if TRANSPOSED:
+        m &= rows[:, None] <= columns[None, :]
+        at = (chunk * C + columns)[None, :] * C + rows[:, None]
+    else:
+        m &= rows[:, None] >= columns[None, :]
+        at = (chunk * C + rows)[:, None] * C + columns[None, :]
+    return tl.load(p_base + at, mask=m, other=0.0)
 
 
 @triton.jit
@@ -65,43 +82,107 @@ def _below_kernel(p_A, p_beta, p_X, C: tl.constexpr, B: tl.constexpr):
         total = tl.zeros([B, B], tl.float32)
         for k in range(j, i):
             inner = k * B + o_b
-            a = _tile(p_A, chunk, rows, inner, C, False)
-            x = _tile(p_X, chunk, inner, columns, C, False)
+            a = _tile(p_A, chunk, rows, inner, C)
+            x = _tile(p_X, chunk, inner, columns, C)
             total = tl.dot(a, x, total, input_precision="ieee")
         beta = tl.load(p_beta + chunk * C + rows, mask=rows < C, other=0.0)
         _store_tile(p_X, chunk, rows, columns, -beta[:, None] * total, C)
         tl.debug_barrier()
-        right = _tile(p_X, chunk, rows, columns, C, False)
-        diagonal = _tile(p_X, chunk, rows, rows, C, False)
+        right = _tile(p_X, chunk, rows, columns, C)
+        diagonal = _tile(p_X, chunk, rows, rows, C)
         tl.debug_barrier()
         _store_tile(p_X, chunk, rows, columns, tl.dot(diagonal, right, input_precision="ieee"), C)
         tl.debug_barrier()
 
 
 @triton.jit
-def _lower_product_kernel(p_QK, p_X, p_QX, C: tl.constexpr, B: tl.constexpr):
-    """QX = tril(QK) X, one block per program; blocks above the diagonal are zero."""
-    chunk = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(1)
-    j = tl.program_id(0)
+def _lower_product_kernel(
+    p_a,
+    p_b,
+    p_plus,
+    p_out,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    BK: tl.constexpr,
+    TRANSPOSE_A: tl.constexpr,
+    TRANSPOSE_B: tl.constexpr,
+    PLUS: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+):
+    """out = the lower triangle of a b, a^T b or a b^T for lower triangular a and b, one tile of one chunk per program.
+
+    PLUS: with p_plus added. NEGATIVE: the sign then changed.
+    """
+    blocks: tl.constexpr = (C + B - 1) // B
+    chunk = (tl.program_id(0) // (blocks * blocks)).to(tl.int64)
+    tile = tl.program_id(0) % (blocks * blocks)
+    i, j = tile // blocks, tile % blocks
     o_b = tl.arange(0, B)
+    rows, columns = i * B + o_b, j * B + o_b
+    first, end = j * B, (i + 1) * B
+    if TRANSPOSE_A:
+        first, end = i * B, C
+    if TRANSPOSE_B:
+        first, end = 0, (j + 1) * B
     total = tl.zeros([B, B], tl.float32)
-    for k in range(j, i + 1):
-        qk = _tile(p_QK, chunk, i * B + o_b, k * B + o_b, C, True)
-        x = _tile(p_X, chunk, k * B + o_b, j * B + o_b, C, False)
-        total = tl.dot(qk, x, total, input_precision="ieee")
-    _store_tile(p_QX, chunk, i * B + o_b, j * B + o_b, total, C)
+    for k in range(first, tl.where(i < j, first, tl.minimum(end, C)), BK):
+        inner = k + tl.arange(0, BK)
+        a = _lower_tile(p_a, chunk, rows, inner, C, TRANSPOSE_A)
+        b = _lower_tile(p_b, chunk, inner, columns, C, TRANSPOSE_B)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if PLUS:
+        total += _tile(p_plus, chunk, rows, columns, C)
+    if NEGATIVE:
+        total = -total
+    total = tl.where(rows[:, None] >= columns[None, :], total, 0.0)
+    _store_tile(p_out, chunk, rows, columns, total, C)
+
+
+@triton.jit
+def _beta_backward_kernel(
+    p_dB,
+    p_A,
+    p_beta,
+    p_plus,
+    p_dA,
+    p_dbeta,
+    num_rows,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    PLUS: tl.constexpr,
+):
+    """dA and dbeta from dB, B = diag(beta) tril(A, -1); some rows of all chunks' matrices per program."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.arange(0, BC)
+    m_row = row < num_rows
+    m = m_row[:, None] & (column[None, :] < (row % C)[:, None])
+    at = row[:, None] * C + column[None, :]
+    dB = tl.load(p_dB + at, mask=m, other=0.0)
+    dbeta = tl.sum(tl.load(p_A + at, mask=m, other=0.0) * dB, axis=1)
+    if PLUS:
+        dbeta += tl.load(p_plus + row, mask=m_row, other=0.0)
+    tl.store(p_dbeta + row, dbeta, mask=m_row)
+    beta = tl.load(p_beta + row, mask=m_row, other=0.0)
+    tl.store(p_dA + at, beta[:, None] * dB, mask=m_row[:, None] & (column < C)[None, :])
 
 
 @dataclass(frozen=True)
 class SolveConfig:
     block: int
     product_block: int
+    product_inner: int
+    row_block: int
 
     @staticmethod
     def from_shapes(chunk: int) -> SolveConfig:
-        product_block = min(64, max(16, triton.next_power_of_2(chunk)))
-        return SolveConfig(block=16 if chunk <= 64 else 32, product_block=product_block)
+        return SolveConfig(
+            block=16 if chunk <= 64 else 32,
+            # Compiled for an H200, tiles of 64 and an inner 64 spill registers; tiles of 32 and an inner 16 take 64.
+            product_block=min(32, max(16, triton.next_power_of_2(chunk))),
+            product_inner=16,
+            row_block=16,
+        )
 
 
 def launch_solve(A: Tensor, QK: Tensor, beta: Tensor, X: Tensor, QX: Tensor) -> None:
@@ -114,7 +195,80 @@ def launch_solve(A: Tensor, QK: Tensor, beta: Tensor, X: Tensor, QX: Tensor) -> 
     blocks = triton.cdiv(chunk, config.block)
     _diagonal_kernel[(blocks, chunks)](A, beta, X, C=chunk, B=config.block, num_warps=1, enable_fp_fusion=True)
     _below_kernel[(blocks, chunks)](A, beta, X, C=chunk, B=config.block, num_warps=1, enable_fp_fusion=True)
-    product_blocks = triton.cdiv(chunk, config.product_block)
-    _lower_product_kernel[(product_blocks, product_blocks, chunks)](
-        QK, X, QX, C=chunk, B=config.product_block, num_warps=4, enable_fp_fusion=True
+    lower_product_call(QK, X, QX).launch()
+
+
+def launch_solve_bwd(
+    grads: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    X: Tensor,
+    scratch: tuple[Tensor, Tensor],
+    outs: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fills outs = dA, dQK, dbeta from grads = dX, dQX and inputs = A, QK, beta; `scratch` is two more like X.
+
+    All contiguous.
+    """
+    dX, dQX = grads
+    A, QK, beta = inputs
+    dA, dQK, dbeta = outs
+    one, other = scratch
+    lower_product_call(dQX, X, dQK, transpose_b=True).launch()
+    lower_product_call(QK, dQX, one, transpose_a=True, plus=dX).launch()  # all of X's gradient
+    lower_product_call(X, one, other, transpose_a=True).launch()
+    lower_product_call(other, X, one, transpose_b=True, negative=True).launch()  # dB
+    beta_backward_call(one, A, beta, dA, dbeta).launch()
+
+
+def lower_product_call(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    plus: Tensor | None = None,
+    negative: bool = False,
+) -> KernelCall:
+    """out = tril(a b), tril(a^T b) or tril(a b^T) of the lower triangles of contiguous a and b [*, C, C].
+
+    With `plus` its lower triangle is added, with `negative` the sign then changed. `out` is neither a nor b.
+    """
+    chunk = a.shape[-1]
+    config = SolveConfig.from_shapes(chunk)
+    tiles = triton.cdiv(chunk, config.product_block) ** 2
+    options = dict(
+        C=chunk,
+        B=config.product_block,
+        BK=config.product_inner,
+        TRANSPOSE_A=transpose_a,
+        TRANSPOSE_B=transpose_b,
+        PLUS=plus is not None,
+        NEGATIVE=negative,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
+    tensors = (a, b, a if plus is None else plus, out)
+    return KernelCall(_lower_product_kernel, (a.shape[:-2].numel() * tiles,), tensors, options)
+
+
+def beta_backward_call(
+    dB: Tensor, A: Tensor, beta: Tensor, dA: Tensor, dbeta: Tensor, plus: Tensor | None = None
+) -> KernelCall:
+    """dA = beta dB and dbeta = the row sums of A dB (+ plus), both of the strictly lower triangles alone.
+
+    A, dB and dA [*, C, C], beta, dbeta and plus [*, C, 1], contiguous float32. No output is an input.
+    """
+    chunk = A.shape[-1]
+    config = SolveConfig.from_shapes(chunk)
+    options = dict(
+        C=chunk,
+        BM=config.row_block,
+        BC=triton.next_power_of_2(chunk),
+        PLUS=plus is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    tensors = (dB, A, beta, beta if plus is None else plus, dA, dbeta)
+    rows = beta.numel()
+    return KernelCall(_beta_backward_kernel, (triton.cdiv(rows, config.row_block),), (*tensors, rows), options)

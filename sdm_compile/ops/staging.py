@@ -238,6 +238,30 @@ def _stage_inputs_bwd_cpu(
     return tuple(out.copy_(grad) for out, grad in zip(outs, grads, strict=True))
 
 
+def _stage_inputs_bwd_cuda(
+    dk_val: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dg: Tensor,
+    dq_val: Tensor,
+    k_idx: Tensor,
+    k_val: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    q_idx: Tensor,
+    q_val: Tensor,
+) -> tuple[Tensor, ...]:
+    from .staging_kernels import launch_stage_inputs_bwd
+
+    _check_stage_inputs_bwd(dk_val, dv, dbeta, dg, dq_val, k_idx, k_val, v, beta, g, q_idx, q_val)
+    outs = _empty_stage_inputs_bwd_outputs(k_val, v, beta, g, q_val)
+    silent = empty(tuple(k_idx.shape[:2]), v, torch.int8)
+    grads = [x.contiguous() for x in (dk_val, dv, dbeta, dg, dq_val)]
+    launch_stage_inputs_bwd(grads, k_idx, q_idx, outs, silent)
+    return outs
+
+
 def _stage_inputs_bwd_fake(
     dk_val: Tensor,
     dv: Tensor,
@@ -260,6 +284,7 @@ stage_inputs_bwd_op = register(
     "stage_inputs_bwd(Tensor dk_val, Tensor dv, Tensor dbeta, Tensor dg, Tensor dq_val, "
     f"{_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_stage_inputs_bwd_cpu,
+    cuda=_stage_inputs_bwd_cuda,
     fake=_stage_inputs_bwd_fake,
 )
 
@@ -331,6 +356,15 @@ def _unstage_readings_bwd_cpu(dreadings: Tensor, chunk_size: int) -> Tensor:
     return _to_chunks(_empty_unstage_bwd_output(dreadings, chunk_size), dreadings, 0)
 
 
+def _unstage_readings_bwd_cuda(dreadings: Tensor, chunk_size: int) -> Tensor:
+    from .staging_kernels import launch_unstage_readings_bwd
+
+    _check_unstage_bwd(dreadings, chunk_size)
+    out = _empty_unstage_bwd_output(dreadings, chunk_size)
+    launch_unstage_readings_bwd(dreadings, out)
+    return out
+
+
 def _unstage_readings_bwd_fake(dreadings: Tensor, chunk_size: int) -> Tensor:
     _check_unstage_bwd(dreadings, chunk_size)
     return _empty_unstage_bwd_output(dreadings, chunk_size)
@@ -339,6 +373,7 @@ def _unstage_readings_bwd_fake(dreadings: Tensor, chunk_size: int) -> Tensor:
 unstage_readings_bwd_op = register(
     "unstage_readings_bwd(Tensor dreadings, int chunk_size) -> Tensor",
     cpu=_unstage_readings_bwd_cpu,
+    cuda=_unstage_readings_bwd_cuda,
     fake=_unstage_readings_bwd_fake,
 )
 

@@ -1,4 +1,7 @@
-"""Triton kernels of the staging: one program cleans one token of one stream; see `staging` for what cleaning means."""
+"""Triton kernels of the staging: one program cleans one token of one stream; see `staging` for what cleaning means.
+
+Backwards likewise: one program per token fetches the gradients of what that token became.
+"""
 
 from __future__ import annotations
 
@@ -121,30 +124,116 @@ def _stage_token_kernel(
 
 
 @triton.jit
-def _stage_values_kernel(
-    p_v, p_silent, p_out, tokens, first_token, streams, s_p, s_t, s_d, D, C: tl.constexpr, BD: tl.constexpr
-):
-    """v [P, T, D] to [steps, P, C, D] in the bank's dtype; zeros for padding and for tokens without a write."""
-    i = tl.program_id(1)
-    chunk = tl.program_id(2).to(tl.int64)
-    p = chunk % streams
-    t = first_token + (chunk // streams) * C + i
-    row = chunk * C + i
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
-    silent = tl.load(p_silent + row) != 0
-    v = tl.load(p_v + p * s_p + t * s_t + o_d * s_d, mask=o_d < tl.where((t < tokens) & ~silent, D, 0), other=0.0)
-    tl.store(p_out + row * D + o_d, v.to(p_out.dtype.element_ty), mask=o_d < D)
+def _staged_row(token, tokens, streams, C: tl.constexpr):
+    """Where token p * tokens + t of the inputs stands among the rows of [steps, P, C]."""
+    p, t = token // tokens, token % tokens
+    return ((t // C) * streams + p) * C + t % C
 
 
 @triton.jit
-def _unstage_kernel(p_staged, p_out, tokens, streams, D, C: tl.constexpr, BD: tl.constexpr):
-    """[steps, P, C, D] to [P, T, D]."""
-    t = tl.program_id(1).to(tl.int64)
-    p = tl.program_id(2)
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
-    row = ((t // C) * streams + p) * C + t % C
-    x = tl.load(p_staged + row * D + o_d, mask=o_d < D)
-    tl.store(p_out + (p.to(tl.int64) * tokens + t) * D + o_d, x, mask=o_d < D)
+def _stage_token_backward_kernel(
+    p_dk_val,
+    p_dbeta,
+    p_dg,
+    p_dq_val,
+    p_k_idx,
+    p_q_idx,
+    p_dk_val_out,
+    p_dbeta_out,
+    p_dg_out,
+    p_dq_val_out,
+    p_silent,
+    tokens,
+    streams,
+    s_kp,
+    s_kt,
+    s_kw,
+    s_qp,
+    s_qt,
+    s_qr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    GATES: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+):
+    """One token: each write gets the gradient of the first write to its slot. s_k: strides of k_idx, s_q of q_idx."""
+    token = tl.program_id(0).to(tl.int64)
+    p, t = token // tokens, token % tokens
+    row = _staged_row(token, tokens, streams, C)
+    o_w = tl.arange(0, BW)
+    m_w = o_w < W
+    ids = tl.load(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, mask=m_w, other=-1).to(tl.int64)
+    held = ids >= 0
+    first = tl.full([BW], W, tl.int32)
+    for x in tl.static_range(0, W, BX):
+        o_x = x + tl.arange(0, BX)
+        ids_x = tl.load(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, mask=o_x < W, other=-1).to(tl.int64)
+        same = held[:, None] & (ids_x[None, :] == ids[:, None])
+        first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
+    any_held = tl.max(held.to(tl.int32), axis=0) > 0
+    tl.store(p_silent + token, (~any_held).to(tl.int8))
+    dk_val = tl.load(p_dk_val + row * W + first, mask=held, other=0.0)
+    tl.store(p_dk_val_out + token * W + o_w, dk_val.to(p_dk_val_out.dtype.element_ty), mask=m_w)
+    dbeta = tl.load(p_dbeta + row, mask=any_held, other=0.0)
+    tl.store(p_dbeta_out + token, dbeta.to(p_dbeta_out.dtype.element_ty))
+    if GATES == W:
+        dg = tl.load(p_dg + row * W + o_w, mask=held & (first == o_w), other=0.0)
+        tl.store(p_dg_out + token * W + o_w, dg.to(p_dg_out.dtype.element_ty), mask=m_w)
+    else:
+        dg = tl.load(p_dg + row, mask=any_held, other=0.0)
+        tl.store(p_dg_out + token, dg.to(p_dg_out.dtype.element_ty))
+    o_r = tl.arange(0, BR)
+    m_r = o_r < R
+    read = tl.load(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, mask=m_r, other=-1) >= 0
+    dq_val = tl.load(p_dq_val + row * R + o_r, mask=read, other=0.0)
+    tl.store(p_dq_val_out + token * R + o_r, dq_val.to(p_dq_val_out.dtype.element_ty), mask=m_r)
+
+
+@triton.jit
+def _to_chunks_kernel(
+    p_x,
+    p_silent,
+    p_out,
+    tokens,
+    first_token,
+    streams,
+    s_p,
+    s_t,
+    s_d,
+    D,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    SILENT: tl.constexpr,
+):
+    """[P, T, D] to [steps, P, C, D] in the dtype of `out`; zeros for padding, and with SILENT for silent tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = row // C
+    p = chunk % streams
+    t = first_token + (chunk // streams) * C + row % C
+    o_d = tl.program_id(1).to(tl.int64) * BD + tl.arange(0, BD)  # a column's stride may be any
+    here = t < tokens
+    if SILENT:
+        here &= tl.load(p_silent + row) == 0
+    x = tl.load(p_x + p * s_p + t * s_t + o_d * s_d, mask=o_d < tl.where(here, D, 0), other=0.0)
+    tl.store(p_out + row * D + o_d, x.to(p_out.dtype.element_ty), mask=o_d < D)
+
+
+@triton.jit
+def _from_chunks_kernel(
+    p_staged, p_silent, p_out, tokens, streams, D, C: tl.constexpr, BD: tl.constexpr, SILENT: tl.constexpr
+):
+    """[steps, P, C, D] to [P, T, D] in the dtype of `out`; with SILENT zeros for silent tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    columns = D
+    if SILENT:
+        columns = tl.where(tl.load(p_silent + token) != 0, 0, D)
+    row = _staged_row(token, tokens, streams, C)
+    x = tl.load(p_staged + row * D + o_d, mask=o_d < columns, other=0.0)
+    tl.store(p_out + token * D + o_d, x.to(p_out.dtype.element_ty), mask=o_d < D)
 
 
 def launch_stage_inputs(
@@ -162,7 +251,7 @@ def launch_stage_inputs(
     """
     k_idx, k_val, v, beta, g, q_idx, q_val = inputs
     steps, streams, chunk, writes = staged.k_idx.shape
-    reads, width, tokens = q_idx.shape[2], v.shape[2], k_idx.shape[1]
+    reads, tokens = q_idx.shape[2], k_idx.shape[1]
     if not steps or not streams:
         return
     block_w = triton.next_power_of_2(writes)
@@ -183,22 +272,74 @@ def launch_stage_inputs(
         num_warps=1 if writes <= 64 else 4,
         enable_fp_fusion=True,
     )
-    columns = min(1024, triton.next_power_of_2(width))
-    _stage_values_kernel[(triton.cdiv(width, columns), chunk, steps * streams)](
-        *(v, silent, staged.v, tokens, first_token, streams, *v.stride(), width),
-        C=chunk,
-        BD=columns,
-        num_warps=1,
+    _to_chunks(v, staged.v, first_token, silent)
+
+
+def launch_stage_inputs_bwd(
+    grads: Sequence[Tensor], k_idx: Tensor, q_idx: Tensor, outs: Sequence[Tensor], silent: Tensor
+) -> None:
+    """Fills `outs` [P, T, *] from `grads` [steps, P, C, *], contiguous; both of k_val, v, beta, g and q_val.
+
+    Args:
+        k_idx, q_idx: [P, T, W] and [P, T, R], the inputs' own, any strides. silent: [P, T] int8, scratch.
+    """
+    dk_val, dv, dbeta, dg, dq_val = grads
+    dk_val_out, dv_out, dbeta_out, dg_out, dq_val_out = outs
+    streams, tokens, writes = k_idx.shape
+    reads = q_idx.shape[2]
+    if not streams or not tokens:
+        return
+    block_w = triton.next_power_of_2(writes)
+    _stage_token_backward_kernel[(streams * tokens,)](
+        *(dk_val, dbeta, dg, dq_val, k_idx, q_idx, dk_val_out, dbeta_out, dg_out, dq_val_out, silent),
+        *(tokens, streams, *k_idx.stride(), *q_idx.stride()),
+        C=dk_val.shape[2],
+        W=writes,
+        R=reads,
+        GATES=dg.shape[3],
+        BW=block_w,
+        BR=triton.next_power_of_2(reads),
+        BX=min(32, block_w),
+        num_warps=1 if writes <= 64 else 4,
     )
+    _from_chunks(dv, dv_out, silent)
 
 
 def launch_unstage_readings(readings: Tensor, out: Tensor) -> None:
     """Contiguous [steps, P, C, D] to [P, T, D]."""
-    _, streams, chunk, width = readings.shape
-    tokens = out.shape[1]
-    if not tokens or not streams:
+    _from_chunks(readings, out)
+
+
+def launch_unstage_readings_bwd(dreadings: Tensor, out: Tensor) -> None:
+    """[P, T, D], any strides, to [steps, P, C, D]."""
+    _to_chunks(dreadings, out)
+
+
+def _to_chunks(x: Tensor, out: Tensor, first_token: int = 0, silent: Tensor | None = None) -> None:
+    """The tokens of x [P, T, D] from the first on into `out` [steps, P, C, D]; zeros where silent [steps, P, C]."""
+    steps, streams, chunk, width = out.shape
+    if not out.numel():
         return
     columns = min(1024, triton.next_power_of_2(width))
-    _unstage_kernel[(triton.cdiv(width, columns), tokens, streams)](
-        readings, out, tokens, streams, width, C=chunk, BD=columns, num_warps=1
+    _to_chunks_kernel[(steps * streams * chunk, triton.cdiv(width, columns))](
+        *(x, out if silent is None else silent, out, x.shape[1], first_token, streams, *x.stride(), width),
+        C=chunk,
+        BD=columns,
+        SILENT=silent is not None,
+        num_warps=1,
+    )
+
+
+def _from_chunks(x: Tensor, out: Tensor, silent: Tensor | None = None) -> None:
+    """x [steps, P, C, D], contiguous, into `out` [P, T, D]; zeros where silent [P, T]."""
+    streams, tokens, width = out.shape
+    if not out.numel():
+        return
+    columns = min(1024, triton.next_power_of_2(width))
+    _from_chunks_kernel[(streams * tokens, triton.cdiv(width, columns))](
+        *(x, out if silent is None else silent, out, tokens, streams, width),
+        C=x.shape[2],
+        BD=columns,
+        SILENT=silent is not None,
+        num_warps=1,
     )

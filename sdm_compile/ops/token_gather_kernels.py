@@ -25,8 +25,11 @@ def _row_sum(
     BN: tl.constexpr,
     BD: tl.constexpr,
     EVICT: tl.constexpr,
+    p_ordinal=None,
+    p_snapshot=None,
 ):
-    """sum over N rows of weight times bank[idx], BN rows at a time."""
+    """sum over N rows of weight times bank[idx], BN rows at a time. p_ordinal: of the rows to be saved, -1 elsewhere,
+    into the chunk's rows at p_snapshot; None for none."""
     total = tl.zeros([BD], tl.float32)
     for n in tl.static_range(0, N, BN):
         o_n = n + tl.arange(0, BN)
@@ -36,6 +39,10 @@ def _row_sum(
         weight = tl.load(p_weight + o_n, mask=m_n, other=0.0)
         at = idx.to(tl.int64)[:, None] * D + o_d[None, :]
         rows = tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0, eviction_policy=EVICT)
+        if p_ordinal is not None:
+            ordinal = tl.load(p_ordinal + o_n, mask=m_n, other=-1)
+            at = ordinal.to(tl.int64)[:, None] * D + o_d[None, :]
+            tl.store(p_snapshot + at, rows, mask=(ordinal >= 0)[:, None] & m_d[None, :])
         total += tl.sum(rows.to(tl.float32) * weight[:, None], axis=0)
     return total
 
@@ -52,8 +59,11 @@ def _token_gather_kernel(
     p_beta,
     p_retrieved,
     p_inter,
+    p_ordinal,
+    p_snapshot,
     num_slots,
     D,
+    C: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
     BW: tl.constexpr,
@@ -61,9 +71,11 @@ def _token_gather_kernel(
     BD: tl.constexpr,
     TABLE: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    SAVE: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """TABLE: the bank's address stands in p_table. RESIDUAL: store u = beta (v - retrieved) instead of retrieved."""
+    """TABLE: the bank's address stands in p_table. RESIDUAL: store u = beta (v - retrieved) instead of retrieved.
+    SAVE: store the raw rows that p_ordinal numbers within the chunk."""
     if TABLE:
         p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
         p_bank = tl.multiple_of(p_bank, 16)
@@ -75,7 +87,14 @@ def _token_gather_kernel(
     inter = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, R, BR, BD, EVICT)
     tl.store(p_inter + token * D + o_d, inter, mask=m_d)
     p_idx, p_weight = p_k_idx + token * W, p_k_eff + token * W
-    retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "")
+    if SAVE:
+        p_snapshot += token // C * (C * W) * D
+        p_ordinal += token * W
+        retrieved = _row_sum(
+            p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "", p_ordinal, p_snapshot
+        )
+    else:
+        retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "")
     if RESIDUAL:
         v = tl.load(p_v + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         retrieved = tl.load(p_beta + token) * (v - retrieved)
@@ -111,18 +130,26 @@ def token_gather_call(
     residual: tuple[Tensor, Tensor] | None,
     retrieved: Tensor,
     inter: Tensor,
+    saving: tuple[Tensor, Tensor] | None = None,
 ) -> KernelCall:
     """One step: fills retrieved and inter [P, C, D] from contiguous inputs.
 
     With `residual` = (v, beta) `retrieved` receives u = beta (v - retrieved). With a `table` the kernel takes the
-    bank's address from its first entry, and from `bank` the dtype and shape alone.
+    bank's address from its first entry, and from `bank` the dtype and shape alone. With `saving` = (ordinals [P, C, W]
+    int32, snapshot [P * C * W, D] in the bank's dtype) row p * C * W + ordinal receives the write's raw row; an ordinal
+    is the group's at its slot's first write in the chunk, and -1 elsewhere.
     """
     streams, chunk, writes = k_idx.shape
     reads, (num_slots, width) = q_idx.shape[2], bank.shape
     config = TokenGatherConfig.from_shapes(writes, reads, width)
     v, beta = residual or (retrieved, retrieved)
-    tensors = (bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w, v, beta, retrieved, inter)
+    ordinals, snapshot = saving or (k_idx, bank)
+    tensors = (
+        *(bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w),
+        *(v, beta, retrieved, inter, ordinals, snapshot),
+    )
     options = dict(
+        C=chunk,
         W=writes,
         R=reads,
         BW=config.rows_w,
@@ -130,6 +157,7 @@ def token_gather_call(
         BD=config.columns,
         TABLE=table is not None,
         RESIDUAL=residual is not None,
+        SAVE=saving is not None,
         EVICT=eviction_hint(bank, streams * chunk * (writes + reads)),
         num_warps=config.warps,
         enable_fp_fusion=True,

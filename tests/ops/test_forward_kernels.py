@@ -1,4 +1,4 @@
-"""The forward's kernels without a GPU: their values in Triton's interpreter, and a cubin for every architecture.
+"""The stages' kernels without a GPU: their values in Triton's interpreter, and a cubin for every architecture.
 
 The interpreter has to be chosen before Triton is imported, so that these tests run in a process of their own.
 """
@@ -24,6 +24,7 @@ triton = pytest.importorskip("triton")
 from sdm_compile.ops import (  # noqa: E402
     decay_write_kernels,
     dual_matmul_kernels,
+    phase1_bwd_kernels,
     phase1_kernels,
     row_quant_kernels,
     solve_kernels,
@@ -35,11 +36,16 @@ from sdm_compile.ops.write_read_cuda import Shape, _slab_loops  # noqa: E402
 
 ON_CUDA: dict[str, Callable[..., Any]] = {
     "stage_inputs": staging._stage_inputs_cuda,
+    "stage_inputs_bwd": staging._stage_inputs_bwd_cuda,
     "unstage_readings": staging._unstage_readings_cuda,
+    "unstage_readings_bwd": staging._unstage_readings_bwd_cuda,
     "phase1": phase1._phase1_cuda,
+    "phase1_bwd": phase1._phase1_bwd_cuda,
     "solve": solve._solve_cuda,
+    "solve_bwd": solve._solve_bwd_cuda,
     "token_gather": token_gather._token_gather_cuda,
     "dual_matmul": dual_matmul._dual_matmul_cuda,
+    "dual_matmul_bwd": dual_matmul._dual_matmul_bwd_cuda,
     "decay_write": decay_write._decay_write_cuda,
     "snapshot_quantize": row_quant._snapshot_quantize_cuda,
     "snapshot_dequantize": row_quant._snapshot_dequantize_cuda,
@@ -80,6 +86,19 @@ def write_read(case: Case, inputs: list[Tensor], steps: int, by_token: bool = Fa
         loop.steps(slab, None)
         loop.read(slab)
     return readings, bank
+
+
+@in_the_interpreter
+def test_zeros_keep_their_signs_either_way() -> None:
+    """Slot 0 stays at -0.0, whether or not a slot beside it, which two tokens write, is updated together with it."""
+    case = replace(RAGGED, streams=1, tokens=2, writes=2, reads=1, head_dim=1024, slots=3, chunk_size=2)
+    inputs = case.make(torch.float32)
+    memory = torch.full_like(inputs.memory, -0.0)
+    k_idx, k_val = torch.tensor([[[0, 1], [1, 2]]]), torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])
+    inputs = list(inputs._replace(memory=memory, k_idx=k_idx, k_val=k_val, v=-inputs.v.abs(), beta=inputs.beta.abs()))
+    by_group = write_read(case, inputs, steps=1)
+    assert by_group[1][0].signbit().all() and (by_group[1][0] == 0).all()
+    assert_same_bits(write_read(case, inputs, steps=1, by_token=True), by_group)
 
 
 @in_the_interpreter
@@ -142,7 +161,7 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
     options = {name: kwargs[name] for name in ("num_warps", "enable_fp_fusion") if name in kwargs}
     options |= {"launch_pdl": True} if kwargs.get("launch_pdl") else {}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    constant = {p.name for p in kernel.params if p.is_constexpr}
+    constant = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
     signature = {
         name: TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
         for name, value in values.items()
@@ -159,7 +178,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     kernels = set()
     modules = (
-        *(staging_kernels, phase1_kernels, solve_kernels),
+        *(staging_kernels, phase1_kernels, phase1_bwd_kernels, solve_kernels),
         *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels),
     )
     for module in modules:
@@ -172,6 +191,21 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     for by_token in (False, True):
         write_read(case, inputs, steps=1, by_token=by_token)
     staging_kernels.launch_unstage_readings(torch.empty(2, 3, 4, 5), torch.empty(3, 7, 5))
+    k_val, q_val, square = (torch.empty(1, 2, 32, width) for width in (20, 4, 32))
+    for g in (k_val, k_val[..., :1]):
+        phase1._phase1_bwd_cuda(
+            *(k_val, q_val, k_val, square, square, torch.empty(1, 2, 640)),
+            *(k_val.int(), k_val.to(dtype), g, q_val.int(), q_val.to(dtype)),
+        )
+    matrices, rows, strengths = square[0], torch.empty(2, 32, case.head_dim), torch.empty(2, 32, 1)
+    values = rows.to(dtype)
+    dual_matmul._dual_matmul_bwd_cuda(rows, values, matrices, matrices, values, strengths, rows, [True] * 6)
+    dual_matmul_kernels.outer_product_call(rows, values, matrices, dtype, tril=-1, negative=True).launch()
+    solve._solve_bwd_cuda(square, square, square, square, strengths[None], square)
+    solve_kernels.beta_backward_call(square, square, strengths, square, strengths, plus=strengths).launch()
+    grads = [torch.empty(2, 2, 32, inputs[i].shape[2]) for i in (2, 3, 4, 5, 7)]
+    staging._stage_inputs_bwd_cuda(*grads, *inputs[1:])
+    staging._unstage_readings_bwd_cuda(inputs[3], case.chunk_size)
     for mode in SNAPSHOT_MODES:
         payload, scales = row_quant._snapshot_quantize_cuda(inputs[0], mode)
         row_quant._snapshot_dequantize_cuda(payload, scales, mode, case.head_dim, dtype)

@@ -148,6 +148,7 @@ def test_nan_and_infinity_are_as_on_the_cpu(mode: str, dtype: torch.dtype, devic
     rows[0, 3], rows[1, 40], rows[2, 0], rows[3, :2] = NAN, INF, -INF, torch.tensor([INF, NAN])
     rows[4:, 7] = torch.tensor([0x7F800001, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32).view(F32)  # NaNs
     assert_row_quant(rows.to(dtype), mode, device, SMALL_BLOCKS)
+    assert_row_quant(torch.tensor([[NAN], [INF], [1.0]]).to(dtype), mode, device)
     if mode == "none":
         patterns = torch.tensor([[0x7FC1, -1, 0x7F81, 0x7FFF]], dtype=torch.int16).view(BF16)
         kept = torch.empty_like(patterns, device=device)
