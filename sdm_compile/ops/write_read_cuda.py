@@ -173,13 +173,18 @@ class _SlabLoop:
         ).launch()
 
 
-def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> None:
-    """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing."""
+def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> str:
+    """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing.
+
+    Returns the route: which kernel writes the bank's rows.
+    """
     capturing = current_situation(bank.device) is Situation.CAPTURING
     # A bank at an odd address would need kernels of its own in every captured loop.
     plain = capturing or launches_are_watched() or bank.data_ptr() % ALIGNMENT != 0
     run = run_plainly if plain else replay
-    run(list(call_loops(bank, inputs, chunk_size, readings)), bank)
+    groups = list(call_loops(bank, inputs, chunk_size, readings))
+    run(groups, bank)
+    return "triton by token" if groups and groups[0][0].signature.by_token else "triton by group"
 
 
 def call_loops(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> Iterator[list[_SlabLoop]]:

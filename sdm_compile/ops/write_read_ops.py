@@ -91,13 +91,15 @@ def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: T
     return Saved(retrieved, snapshot, scales, X, QX, **kept).flattened()
 
 
-def record_call(kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int, plan: SnapshotPlan) -> None:
+def record_call(
+    kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int, plan: SnapshotPlan, route: str
+) -> None:
     streams, tokens, writes = inputs[0].shape
     record(
         kind,
         Dispatch(
             op=op,
-            route="triton" if memory.is_cuda else "cpu",
+            route=route,
             situation=current_situation(memory.device),
             layout=plan.layout,
             writer=plan.writer,
@@ -113,15 +115,16 @@ def record_call(kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: 
     )
 
 
-def record_backward(op: str, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str) -> None:
-    record_call("backward", op, bank, inputs, chunk_size, plan_snapshot(True, mode, current_situation(bank.device)))
+def record_backward(op: str, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, route: str = "cpu") -> None:
+    plan = plan_snapshot(True, mode, current_situation(bank.device))
+    record_call("backward", op, bank, inputs, chunk_size, plan, route)
 
 
 def record_forward(
-    op: str, bank: Tensor, inputs: Inputs, chunk_size: int, saving: bool, mode: str = "none"
+    op: str, bank: Tensor, inputs: Inputs, chunk_size: int, saving: bool, mode: str = "none", route: str = "cpu"
 ) -> None:
     plan = plan_snapshot(saving, mode, current_situation(bank.device))
-    record_call("forward", op, bank, inputs, chunk_size, plan)
+    record_call("forward", op, bank, inputs, chunk_size, plan, route)
 
 
 def forward_cpu(
@@ -187,8 +190,8 @@ def _advance_cuda(op: str, bank: Tensor, inputs: Inputs, chunk_size: int) -> Ten
     from .write_read_cuda import write_read_cuda
 
     readings = empty_readings(bank, inputs[0])
-    write_read_cuda(bank, inputs, chunk_size, readings)
-    record_forward(op, bank, inputs, chunk_size, saving=False)
+    route = write_read_cuda(bank, inputs, chunk_size, readings)
+    record_forward(op, bank, inputs, chunk_size, saving=False, route=route)
     return readings
 
 

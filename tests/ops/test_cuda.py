@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_compile import product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
+from sdm_compile import last_dispatch, product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
 from sdm_compile.ops import write_read_cuda
 from sdm_compile.ops.launch import captured_loops, free_captured_loops
 from tests.cases import SEVERAL, Case
@@ -115,6 +115,8 @@ def test_many_steps_in_any_slabs_written_either_way(dtype: torch.dtype, monkeypa
                 monkeypatch.setattr(write_read_cuda, "SLAB_STEPS", steps)
                 for _ in range(15):
                     assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
+                record = last_dispatch().forward
+                assert record is not None and record.route == f"triton by {'token' if by_token else 'group'}"
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     got = sdm_write_read(memory, *inputs, **settings)
