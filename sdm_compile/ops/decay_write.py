@@ -27,7 +27,7 @@ from .checks import (
 from .layout import StepGroups, empty, empty_gradients, wanted_gradients
 from .registry import register
 from .rows import group_sums, load_rows, row_dots, sorted_entries, store_rows_, weighted_rows
-from .snapshot import check_mode, check_snapshot, quantize_rows
+from .snapshot import StepRows, check_mode, check_snapshot, quantize_rows
 
 _GROUPS = "Tensor order, Tensor group_start, Tensor group_slot"
 _INPUTS = f"Tensor bank, Tensor delta, Tensor write_w, Tensor group_decay, {_GROUPS}"
@@ -155,12 +155,12 @@ def _decay_write_in_place_cuda(
     scales: Tensor | None,
     snapshot_quant: str,
 ) -> None:
-    from .decay_write_kernels import StepSnapshot, decay_write_call
+    from .decay_write_kernels import decay_write_call
 
     step = (delta, write_w, group_decay, order, group_start, group_slot)
     _check_decay_write(bank, *step)
     _check_in_place(bank, snapshot, scales, group_slot, snapshot_quant)
-    saving = None if snapshot is None or scales is None else StepSnapshot(snapshot, scales, snapshot_quant)
+    saving = None if snapshot is None or scales is None else StepRows(snapshot, scales, snapshot_quant)
     delta, *groups = (x.contiguous() for x in step)
     decay_write_call(bank, None, delta, StepGroups(*groups), None, saving).launch()
 

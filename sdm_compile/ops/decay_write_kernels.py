@@ -21,7 +21,7 @@ from torch import Tensor
 from .bound import KernelCall
 from .launch import eviction_hint
 from .layout import StepGroups
-from .snapshot import SCALED_MODES
+from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
 
 
@@ -240,21 +240,13 @@ def writes_by_token(bank: Tensor, streams: int, chunk: int, writes: int) -> bool
     return programs * config.warps <= 2 * wave
 
 
-class StepSnapshot(NamedTuple):
-    """Where a step's raw rows are saved, row p * E + o for group o of chunk p, and in which form."""
-
-    payload: Tensor  # [P * E, *]
-    scales: Tensor  # [P * E] or [0]
-    mode: str
-
-
 def decay_write_call(
     bank: Tensor,
     table: Tensor | None,
     delta: Tensor,
     groups: StepGroups,
     first: Sequence[Tensor] | None,
-    saving: StepSnapshot | None = None,
+    saving: StepRows | None = None,
     config: DecayWriteConfig | None = None,
 ) -> KernelCall:
     """One step, in place on a contiguous bank, from contiguous [P, *] inputs.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ SNAPSHOT_MODES = ("none", "bf16", "fp8", "int4")  # the forms of a row
 RECOMPUTE = "recompute"  # keeps no rows, but the bank before every so many steps
 CALL_MODES = (*SNAPSHOT_MODES, RECOMPUTE)
 SCALED_MODES = {"fp8": 448.0, "int4": 7.0}  # the largest code of each mode that has a scale per row
+
+
+class StepRows(NamedTuple):
+    """One step's rows of a snapshot, row p * E + o for group o of chunk p, and the form that they are in."""
+
+    payload: Tensor  # [P * E, *]
+    scales: Tensor  # [P * E] or [0]
+    mode: str
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .snapshot import SCALED_MODES
+from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
 
 
@@ -227,14 +227,6 @@ class SlotEntries(NamedTuple):
     order: Tensor  # [P, E] int32
     start: Tensor  # [P, E + 1] int32
     slot: Tensor  # [P, E] int32
-
-
-class StepRows(NamedTuple):
-    """The rows that a step's snapshot keeps, row p * E + o for group o of chunk p. Contiguous."""
-
-    payload: Tensor  # [P * E, *]
-    scales: Tensor  # [P * E] or [0]
-    mode: str
 
 
 def gradient_gather_call(

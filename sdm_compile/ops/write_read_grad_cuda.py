@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .bound import each_step
-from .decay_write_kernels import StepSnapshot, decay_write_call
+from .decay_write_kernels import decay_write_call
 from .dual_matmul_kernels import (
     lower_matmul_call,
     outer_product_call,
@@ -25,6 +25,7 @@ from .layout import ChunkFields, Staged, StepGroups, empty, empty_staged
 from .phase1 import phase1_bwd_op
 from .phase1_kernels import NO_ENTRY, empty_phase1_scratch, launch_phase1, sort_by_slot
 from .repeats import repeat_count
+from .snapshot import StepRows
 from .solve_kernels import beta_backward_call, launch_solve
 from .staging import stage_inputs_bwd_op
 from .staging_kernels import launch_stage_inputs, launch_unstage_readings_bwd
@@ -33,7 +34,6 @@ from .step_bwd_kernels import (
     GradientGatherConfig,
     SlotEntries,
     SlotRowsConfig,
-    StepRows,
     gradient_gather_call,
     read_side_call,
     sum_parts_call,
@@ -102,7 +102,7 @@ class _SavingStages:
 
         def write(step: int):  # type: ignore[no-untyped-def]
             groups = StepGroups(*(getattr(fields, name)[step] for name in StepGroups._fields))
-            saving = StepSnapshot(payload[step], scales[step], mode) if writer == "write" else None
+            saving = StepRows(payload[step], scales[step], mode) if writer == "write" else None
             return decay_write_call(bank, None, delta, groups, [x[step] for x in leads], saving)
 
         self.gather, self.dual_matmul, self.write = (each_step(call, steps) for call in (gather, dual_matmul, write))

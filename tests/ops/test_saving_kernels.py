@@ -15,14 +15,14 @@ from torch import Tensor
 from sdm_compile.ops import decay_write
 from sdm_compile.ops.layout import StepGroups
 from sdm_compile.ops.phase1 import phase1
-from sdm_compile.ops.snapshot import SNAPSHOT_MODES, empty_snapshot
+from sdm_compile.ops.snapshot import SNAPSHOT_MODES, StepRows, empty_snapshot
 from tests.compiled import compile_call
 from tests.harness import Sample, assert_close, assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 from tests.samples import CASES
 
 triton = pytest.importorskip("triton")
-from sdm_compile.ops.decay_write_kernels import DecayWriteConfig, StepSnapshot, decay_write_call  # noqa: E402
+from sdm_compile.ops.decay_write_kernels import DecayWriteConfig, decay_write_call  # noqa: E402
 from sdm_compile.ops.token_gather_kernels import token_gather_call  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -79,7 +79,7 @@ def saved(
 ) -> list[Tensor]:
     """The bank, the payload's codes and the scales that the kernel leaves, with what lies around the latter two."""
     bank, room = bank.to(device, copy=True), fenced(bank, groups, mode, device)
-    saving = StepSnapshot(*(middle(x) for x in room), mode)
+    saving = StepRows(*(middle(x) for x in room), mode)
     on_device = StepGroups(*(x.to(device) for x in groups))
     decay_write_call(bank, None, delta.to(device), on_device, None, saving, config).launch()
     return [bank.cpu(), codes(room[0].cpu()), room[1].cpu()]
@@ -191,7 +191,7 @@ def test_the_gather_saves_no_row_beyond_the_bank(device: str) -> None:
 def test_every_kernel_compiles(capability: int, dtype: torch.dtype) -> None:
     bank, k_idx, delta, groups = random_step(dtype, 1024 if dtype == BF16 else 33)
     for mode in SNAPSHOT_MODES:
-        saving = StepSnapshot(*(middle(x) for x in fenced(bank, groups, mode, "cpu")), mode)
+        saving = StepRows(*(middle(x) for x in fenced(bank, groups, mode, "cpu")), mode)
         call = decay_write_call(bank, None, delta, groups, None, saving)
         assert compile_call(call, capability).asm["cubin"]
     rows = (bank, None, k_idx, groups.write_w, k_idx, groups.write_w, None, delta, delta)

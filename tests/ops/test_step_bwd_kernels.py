@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdm_compile.ops.layout import Staged
 from sdm_compile.ops.phase1 import phase1
-from sdm_compile.ops.snapshot import SNAPSHOT_MODES, dequantize_rows, empty_snapshot, quantize_rows
+from sdm_compile.ops.snapshot import SNAPSHOT_MODES, StepRows, dequantize_rows, empty_snapshot, quantize_rows
 from sdm_compile.ops.write_read_bwd import Saved, _step_backward
 from tests.compiled import compile_call
 from tests.harness import assert_close, assert_same_bits
@@ -28,7 +28,6 @@ from sdm_compile.ops.step_bwd_kernels import (  # noqa: E402
     GradientGatherConfig,
     SlotEntries,
     SlotRowsConfig,
-    StepRows,
     gradient_gather_call,
     read_side_call,
     sum_parts_call,
