@@ -102,7 +102,9 @@ def _decay_write_kernel(
         p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
         p_bank = tl.multiple_of(p_bank, 16)
     entries: tl.constexpr = C * W
-    p = tl.program_id(2).to(tl.int64)
+    # The gather came to the last stream last, so that its rows are what the cache still holds. Measured on an H200, ms
+    # per call with 8 streams of 1024 columns: 11.55 against 12.05.
+    p = (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     o_g = tl.program_id(0) * G + tl.arange(0, G)
     m_g = o_g < entries
     column = tl.program_id(1) * BD

@@ -170,11 +170,11 @@ class DualMatmulConfig:
     def from_shapes(chunk: int, head_dim: int, dtype: torch.dtype, many: bool) -> DualMatmulConfig:
         """`many`: the readings of many steps, where wide tiles pay; else one step's deltas, where programs are few."""
         block = min(64, max(16, triton.next_power_of_2(chunk)))
-        # Measured on an H200, us per step at a chunk of 64 and 2 x 1024 columns: 2.2 with 16 columns, 2.3 with 32, 2.9
-        # with 64; at a chunk of 256 and 8 x 1024: 33, 28 and 34.
+        # Measured on an H200, ms per call with 16, 32 and 64 columns: 13.07, 12.92 and 13.88 at a chunk of 64 and 2
+        # streams of 1024 columns, 12.05, 11.86 and 11.98 at 8 streams; us per step at a chunk of 256: 33, 28 and 34.
         return DualMatmulConfig(
             rows=block,
-            columns=min(64 if many else 16 if chunk <= 64 else 32, max(16, triton.next_power_of_2(head_dim))),
+            columns=min(64 if many else 32, max(16, triton.next_power_of_2(head_dim))),
             inner=block,
             precision=_matmul_precision(dtype),
         )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from sdm_compile.ops.dual_matmul import _dual_matmul_bwd_cpu, _dual_matmul_bwd_cuda
 from sdm_compile.ops.solve import _solve_bwd_cpu, _solve_bwd_cuda
@@ -68,6 +69,11 @@ def to(device: str, *tensors: Tensor) -> list[Tensor]:
     return [x.to(device) for x in tensors]
 
 
+def assert_same_numbers(got: Any, expected: Any) -> None:
+    """As `assert_same_bits`, but of a zero either sign will do: in a sum it depends on the order."""
+    assert_same_bits(*(tree_map(lambda x: x + 0.0, xs) for xs in (got, expected)))
+
+
 def unwritten(*shape: int, device: str) -> Tensor:
     return torch.full(shape, NAN, device=device)
 
@@ -93,7 +99,7 @@ def test_dual_matmul_bwd(chunk: int, width: int, precision: str, dtype: torch.dt
     got, expected = dual_matmul_bwd(args, device), _dual_matmul_bwd_cpu(*in_float64(args))
     assert [x.dtype for x in got] == [F32, F32, dtype, F32, F32, F32]
     assert_close(got[2], expected[2])  # the one that is rounded to the bank's dtype
-    assert_same_bits([x.double() for x in got], [got[2].double() if i == 2 else x for i, x in enumerate(expected)])
+    assert_same_numbers([x.double() for x in got], [got[2].double() if i == 2 else x for i, x in enumerate(expected)])
 
 
 @every_device
@@ -121,11 +127,11 @@ def test_transposed_lower_matmul(chunk: int, width: int, dtype: torch.dtype, dev
     expected = X.double().mT @ a.double()
     out = unwritten(3, chunk, width, device=device)
     transposed_lower_matmul_call(X, a, out, dtype).launch()
-    assert_same_bits(out.double(), expected)
+    assert_same_numbers(out.double(), expected)
     transposed_lower_matmul_call(X, a, out, dtype, plus=plus, many=True).launch()
-    assert_same_bits(out.double(), expected + plus)
+    assert_same_numbers(out.double(), expected + plus)
     transposed_lower_matmul_call(X, a, out, dtype, plus=out).launch()
-    assert_same_bits(out.double(), 2 * expected + plus)
+    assert_same_numbers(out.double(), 2 * expected + plus)
 
 
 @every_device
@@ -137,7 +143,7 @@ def test_outer_product(chunk: int, width: int, dtype: torch.dtype, device: str) 
     for tril, negative, expected in ((None, False, product), (0, False, product.tril()), (-1, True, -product.tril(-1))):
         out = unwritten(3, chunk, chunk, device=device)
         outer_product_call(a, b, out, dtype, tril, negative).launch()
-        assert_same_bits(out.double() + 0.0, expected + 0.0)  # of a negated zero either sign will do
+        assert_same_numbers(out.double(), expected)
 
 
 @every_device
@@ -150,11 +156,11 @@ def test_values_backward(width: int, dtype: torch.dtype, device: str) -> None:
     expected = beta * du, ((v - retrieved) * du).sum(-1, keepdim=True), -beta * du
     outs = [unwritten(*x.shape, device=device) for x in expected]
     values_backward_call(du, v, beta, retrieved, *outs).launch()
-    assert_same_bits(outs, expected)
+    assert_same_numbers(outs, expected)
     for i, x in enumerate(expected):
         out = unwritten(*x.shape, device=device)
         values_backward_call(du, v, beta, retrieved, *(out if i == j else None for j in range(3))).launch()
-        assert_same_bits(out, x)
+        assert_same_numbers(out, x)
 
 
 # --- the solve ---
@@ -181,7 +187,7 @@ def test_lower_product(chunk: int, transposed: str, device: str) -> None:
             plus=added,
             negative=negative,
         ).launch()
-        assert_same_bits(out.double(), expected.tril())
+        assert_same_numbers(out.double(), expected.tril())
 
 
 @every_device
@@ -194,8 +200,8 @@ def test_beta_backward(chunk: int, device: str) -> None:
     for added in (None, plus):
         dA, dbeta = unwritten(*A.shape, device=device), unwritten(*beta.shape, device=device)
         beta_backward_call(dB.masked_fill(above, NAN), A.masked_fill(above, NAN), beta, dA, dbeta, added).launch()
-        assert_same_bits(dA, beta * dB)
-        assert_same_bits(dbeta, (A * dB).sum(-1, keepdim=True) + (0 if added is None else added))
+        assert_same_numbers(dA, beta * dB)
+        assert_same_numbers(dbeta, (A * dB).sum(-1, keepdim=True) + (0 if added is None else added))
 
 
 @every_precision
@@ -220,8 +226,8 @@ def test_solve_bwd_keeps_every_bit(device: str) -> None:
     dX, dQX = (integers(1, 2, 33, 33, seed=i, top=2**22) for i in range(2))
     beta = torch.full((1, 2, 33, 1), 2.0)
     dA, dQK, dbeta = (x.cpu() for x in _solve_bwd_cuda(*to(device, dX, dQX, eye, eye, beta, eye)))
-    assert_same_bits(dA + 0.0, -2 * (dX + dQX).tril(-1) + 0.0)  # of a negated zero either sign will do
-    assert_same_bits(dQK, dQX.tril())
+    assert_same_numbers(dA, -2 * (dX + dQX).tril(-1))
+    assert_same_numbers(dQK, dQX.tril())
     assert not dbeta.any()
 
 
