@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,30 @@ WRITE_READ = [
     WriteReadCase("small-fp32", 4, 1, 4096, 32, 32, 64, 16384, 256, _fp32, 3.3, 1.40, 0.11, 0.37),
     WriteReadCase("narrow-64", 8, 8, 4096, 16, 16, 64, 4096, 64, _bf16, 3.7, 2.42, 0.62, 0.35),
 ]
+
+
+@dataclass(frozen=True)
+class TrainCase:
+    """The same call in training: every float input requires a gradient (ms; GiB, inputs included)."""
+
+    call: WriteReadCase
+    published_saving: float  # the forward alone
+    published_eager: float
+    published_graph: float
+    published_peak: float
+    floor: float
+
+
+_TRAIN_FIGURES = [
+    (20.2, 56.9, 48.6, 11.17, 21.9),
+    (16.8, 45.2, 42.5, 11.88, 21.9),
+    (13.4, 37.6, 37.0, 11.34, 17.6),
+    (7.1, 22.3, 19.0, 5.67, 8.8),
+    (5.6, 13.0, 10.1, 2.30, 4.0),
+    (6.2, 13.9, 4.75, 0.81, 1.34),
+    (3.9, 9.8, 6.88, 2.00, 1.31),
+]
+TRAIN = [TrainCase(call, *figures) for call, figures in zip(WRITE_READ, _TRAIN_FIGURES, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -113,6 +137,12 @@ def write_read_inputs(case: WriteReadCase, device: str, tokens: int | None = Non
     beta = torch.rand(streams, count, 1, device=device, generator=generator)
     g = -torch.rand(streams, count, 1, device=device, generator=generator) * 0.5
     return [memory.to(case.dtype), k_idx, k_val, v, beta, g, q_idx, q_val]
+
+
+def few_tokens(case: WriteReadCase, device: str) -> list[Tensor]:
+    """Four chunks of a case, the last one half full, on a small bank: what float64 on the CPU can follow."""
+    slots = min(case.slots_per_head, 4096)
+    return write_read_inputs(replace(case, slots_per_head=slots), device, 3 * case.chunk + case.chunk // 2)
 
 
 def decode_inputs(case: DecodeCase, device: str, seed: int = 0, sets: int = 1) -> list[list[Tensor]]:

@@ -2,8 +2,8 @@
 
 Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five. A case whose values are
 wrong gets no time: they are compared with float64 on some of its tokens and slots (top-k: with the CPU, on all), and
-the write/read's bank and readings bit by bit between the eager call and the replay. The tables replace those of the
-same subjects in benchmarks/RESULTS.md, and `python -m benchmarks.plot` draws them.
+the write/read's bank, readings and gradients bit by bit between the eager call and the replay. The tables replace those
+of the same subjects in benchmarks/RESULTS.md, and `python -m benchmarks.plot` draws the inference ones.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import triton
@@ -35,59 +33,30 @@ from .cases import (
     DECODE,
     RESULTS,
     TOP_K,
+    TRAIN,
     WRITE_READ,
     DecodeCase,
     WriteReadCase,
     decode_inputs,
+    few_tokens,
     write_read_inputs,
 )
-
-TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}  # norm-relative, against float64 on the rounded inputs
-Result = TypeVar("Result")
-
-
-def milliseconds(call: Callable[[], object], calls: int = 1, repeats: int = 5) -> float:
-    """Median over `repeats` of the mean device time of `calls` back-to-back calls."""
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return sorted(times)[repeats // 2]
-
-
-def captured(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of the call, and what it returned while it was captured."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
-
-
-def replay_ms(call: Callable[[], object]) -> float:
-    graph, _ = captured(call)
-    return milliseconds(graph.replay)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    actual, expected = actual.double().cpu(), expected.double().cpu()
-    return ((actual - expected).norm() / expected.norm()).item()
-
-
-def exact(inputs: list[Tensor]) -> list[Tensor]:
-    return [x.cpu().double() if x.is_floating_point() else x.cpu() for x in inputs]
+from .measure import (
+    TOLERANCE,
+    captured,
+    exact,
+    host_milliseconds,
+    milliseconds,
+    peak_gib,
+    relative_error,
+    replay_ms,
+    same_bits,
+)
+from .train import mode_rows, train_row
 
 
 def write_read_row(case: WriteReadCase) -> dict[str, object]:
-    tokens = 3 * case.chunk + case.chunk // 2
-    short = write_read_inputs(replace(case, slots_per_head=4096), "cuda", tokens)
+    short = few_tokens(case, "cuda")
     readings, bank = sdm_write_read(*short, chunk_size=case.chunk)
     want_readings, want_bank = sdm_write_read(*exact(short), chunk_size=case.chunk)
     error = max(relative_error(readings, want_readings), relative_error(bank, want_bank))
@@ -100,23 +69,15 @@ def write_read_row(case: WriteReadCase) -> dict[str, object]:
     def call() -> Tensor:
         return sdm_write_read_(memory, *inputs, chunk_size=case.chunk)
 
-    free_captured_loops()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    extra = (torch.cuda.max_memory_allocated() - before) / 2**30
+    peak, before = peak_gib(call)
     eager = milliseconds(call, calls=3)
-    start = time.perf_counter()
-    call()
-    host = (time.perf_counter() - start) * 1e3
+    host = host_milliseconds(call)
     (replay, replayed), begin = captured(call), memory.clone()
     memory.copy_(begin)
     eager_readings, eager_bank = call(), memory.clone()
     memory.copy_(begin)
     replay.replay()
-    if not (torch.equal(memory, eager_bank) and torch.equal(replayed, eager_readings)):
+    if not (same_bits(memory, eager_bank) and same_bits(replayed, eager_readings)):
         return row | {"wrong": True}
     del begin, eager_bank, eager_readings
     graph = milliseconds(replay.replay)
@@ -130,8 +91,8 @@ def write_read_row(case: WriteReadCase) -> dict[str, object]:
         "eager ms": f"{eager:.2f}",
         "x published eager": f"{eager / case.published_eager:.2f}",
         "host ms": f"{host:.2f}",
-        "extra GiB": f"{extra:.2f}",
-        "x published extra": f"{extra / case.published_extra:.2f}",
+        "extra GiB": f"{peak - before:.2f}",
+        "x published extra": f"{(peak - before) / case.published_extra:.2f}",
         "share of floor": f"{case.floor / graph:.0%}",
         "Phase 1 and solve ms": f"{coupled:.2f}",
         "ratio": graph / case.published_graph,
@@ -248,13 +209,23 @@ HEAD = f"""# Results
 
 Medians of 5, but for cold starts. "x published" divides by the published CUDA package's figure on the same kind of
 card. The floor is the fewest bytes that device memory must move, over {BANDWIDTH / 1e12:.2f} TB/s. Errors are
-norm-relative, against float64 on the rounded inputs.
+norm-relative, against float64 on the rounded inputs. Training is a forward and its backward, from the readings to every
+float input; its peak is all that is allocated, inputs included.
 """
 
 
 def main() -> int:
     subjects: dict[str, tuple[str, Iterator[dict[str, object]]]] = {
         "forward": ("No-grad write/read, in place", map(write_read_row, WRITE_READ)),
+        "train": ("Training: a forward and its backward", map(train_row, TRAIN)),
+        "modes": (
+            "Training with each snapshot_quant: flagship-32k",
+            mode_rows(WRITE_READ[0], ("none", "fp8", "int4", "recompute")),
+        ),
+        "long": (
+            "Training on 131,072 tokens: otherwise flagship-32k",
+            mode_rows(replace(WRITE_READ[0], tokens=131072), ("none", "fp8", "recompute")),
+        ),
         "decode": ("Decode step", map(decode_row, DECODE)),
         "topk": ("Product-key top-k, two factors of 256, bfloat16", itertools.starmap(top_k_row, TOP_K)),
         "cold": ("Cold start: flagship-32k's first call in a new process, 4096 tokens", cold_start_rows()),

@@ -1,9 +1,9 @@
 """The Sparse Delta Memory layer: its memory is a large table, of which each token reads and writes a few rows.
 
-    g = -exp(A_log) * softplus(a_proj(x) + dt_bias)      beta = sigmoid(b_proj(x))
-    k_val, k_idx = topk(Wk_write(x))                     q_val, q_idx = topk(Wq_read(x))          v = Wv_write(x)
-    readings, bank = sdm_write_read(bank, k_idx, write_act(k_val), v, beta, g, q_idx, read_act(q_val))
-    y = Wo(readings * sigmoid(Wog(x)))
+g = -exp(A_log) * softplus(a_proj(x) + dt_bias)      beta = sigmoid(b_proj(x))
+k_val, k_idx = topk(Wk_write(x))                     q_val, q_idx = topk(Wq_read(x))          v = Wv_write(x)
+readings, bank = sdm_write_read(bank, k_idx, write_act(k_val), v, beta, g, q_idx, read_act(q_val))
+y = Wo(readings * sigmoid(Wog(x)))
 """
 
 from __future__ import annotations

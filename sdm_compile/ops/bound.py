@@ -6,11 +6,13 @@ and from one decode step to the next, nothing of that changes: a bound kernel pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -25,7 +27,7 @@ class KernelCall(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Tensor | int, ...]
+    args: tuple[Any, ...]  # tensors, integers, and None
     options: dict[str, Any]
 
     def launch(self) -> None:
@@ -42,9 +44,44 @@ class KernelCall(NamedTuple):
         if all(self.grid):
             self.kernel[self.grid](*self.args, **self.options)
 
+    def launch_again(self) -> None:
+        """As `launch`, but bound from the third time on that a kernel is launched alike on this device.
+
+        Alike: but for addresses, and for integers that the kernel is not specialized for.
+        """
+        addresses = self.addresses()
+        if not (all(self.grid) and can_bind(self.kernel) and _aligned(addresses)):
+            self.launch()
+            return
+        kind = (self._kind(), torch.cuda.current_device())
+        bound = _known.get(kind)
+        if bound is not None:
+            bound.launch_call(self)
+            return
+        self.launch()
+        # Sizes that come only once are not worth it.
+        _known[kind] = BoundKernel(self) if kind in _known else None
+        while len(_known) > MAX_KNOWN:
+            _known.popitem(last=False)
+
+    def _kind(self) -> Hashable:
+        free = _unspecialized(self.kernel)
+        args = [arg.dtype if isinstance(arg, Tensor) else None if i in free else arg for i, arg in enumerate(self.args)]
+        return self.kernel, tuple(args), tuple(self.options.values())
+
     def addresses(self) -> list[int]:
         """Where its tensors lie, in the order of the parameters."""
         return [arg.data_ptr() for arg in self.args if isinstance(arg, Tensor)]
+
+
+MAX_KNOWN = 512  # kinds of launches that are remembered
+_known: OrderedDict[Hashable, BoundKernel | None] = OrderedDict()  # None: launched once
+
+
+@cache
+def _unspecialized(kernel: Any) -> frozenset[int]:
+    """The positions of the kernel's integers whose values reach no code."""
+    return frozenset(i for i, param in enumerate(kernel.params) if param.do_not_specialize)
 
 
 def launches_are_watched() -> bool:
@@ -89,8 +126,17 @@ class BoundKernel:
         args = self._args.copy()
         for i, address in zip(self._tensors, addresses, strict=True):
             args[i] = address
+        self._launch(self._grid, args)
+
+    def launch_call(self, call: KernelCall) -> None:
+        """`launch` for a call of other integers and another grid."""
+        args = self._args.copy()
+        args[: len(call.args)] = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in call.args]
+        self._launch((*call.grid, 1, 1)[:3], args)
+
+    def _launch(self, grid: tuple[int, ...], args: list[Any]) -> None:
         stream = triton.runtime.driver.active.get_current_stream(self._device)
-        self._run(*self._grid, stream, self._function, self._metadata, None, None, None, *args)
+        self._run(*grid, stream, self._function, self._metadata, None, None, None, *args)
 
 
 class CallsOfOneSignature:

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import eviction_hint
+from .launch import eviction_hint, from_table, launches_early
 from .layout import StepGroups
-from .snapshot import SCALED_MODES, StepRows
+from .snapshot import COMPACT, NO_ROWS, SCALED_MODES, Announcement, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
 
 
@@ -94,13 +94,16 @@ def _decay_write_kernel(
     MODE: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """TABLE: the bank's address stands in p_table. FIRST: each group's first weight and token stand beside its ordinal,
-    so that most rows need no second look-up before their delta. MODE: the form that raw rows are saved in, None for
-    not at all; DP: the saved columns; TOP: the mode's largest code, None without scales. A scale needs the whole row
-    as it was, so that one program then goes through all columns."""
+    """TABLE: the addresses of the bank, the payload and the scales stand in p_table. FIRST: each group's first weight
+    and token stand beside its ordinal, so that most rows need no second look-up before their delta. MODE: the form that
+    raw rows are saved in, None for not at all; DP: the saved columns; TOP: the mode's largest code, None without
+    scales. A scale needs the whole row as it was, so that one program then goes through all columns."""
     if TABLE:
-        p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
-        p_bank = tl.multiple_of(p_bank, 16)
+        p_bank = from_table(p_bank, p_table, 0)
+        if MODE is not None:
+            p_payload = from_table(p_payload, p_table, 1)
+        if TOP is not None:
+            p_scales = from_table(p_scales, p_table, 2)
     entries: tl.constexpr = C * W
     # The gather came to the last stream last, so that its rows are what the cache still holds. Measured on an H200, ms
     # per call with 8 streams of 1024 columns: 11.55 against 12.05.
@@ -172,12 +175,11 @@ def _decay_write_by_token_kernel(
     EVICT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """TABLE: as above. EARLY: the kernel is launched before the dual matmul has ended, and waits for it only when it
-    needs the delta. p_decay: of each write that is the first of its slot, and -1 for the others. p_link:
-    the slot's next write, or -1."""
+    """TABLE: the bank's address stands in p_table. EARLY: the kernel is launched before the dual matmul has ended, and
+    waits for it only when it needs the delta. p_decay: of each write that is the first of its slot, and -1 for the
+    others. p_link: the slot's next write, or -1."""
     if TABLE:
-        p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
-        p_bank = tl.multiple_of(p_bank, 16)
+        p_bank = from_table(p_bank, p_table, 0)
     token = tl.program_id(1).to(tl.int64)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -234,7 +236,7 @@ def writes_by_token(bank: Tensor, streams: int, chunk: int, writes: int) -> bool
     1024 columns, 30.3 and 33.4 at 4 of 768, 11.8 and 13.1 at 4 of 256 in float32, 14.1 and 15.0 at 64 of 16 writes and
     64 columns. But 87 and 82 at 8 streams of 1024 columns, and 646 and 497 at a chunk of 256, where chains are longer.
     """
-    if not bank.is_cuda or torch.cuda.get_device_capability(bank.device)[0] < 9 or chunk > 64 or writes > 64:
+    if not launches_early(bank) or chunk > 64 or writes > 64:
         return False
     config = DecayWriteConfig.from_shapes(chunk, bank.shape[1])
     programs = triton.cdiv(bank.shape[1], config.columns) * triton.cdiv(chunk * writes, config.groups) * streams
@@ -253,9 +255,9 @@ def decay_write_call(
 ) -> KernelCall:
     """One step, in place on a contiguous bank, from contiguous [P, *] inputs.
 
-    `first`: (weight, token) of each group's first write [P, E]. With a `table` the kernel takes the bank's address from
-    its first entry, and from `bank` the dtype and shape alone. With `saving`, each group's raw row is stored there
-    first. The config reaches no bit.
+    `first`: (weight, token) of each group's first write [P, E]. With `saving`, each group's raw row is stored there
+    first. With a `table` the kernel takes the addresses of the bank, the payload and the scales from its entries 0, 1
+    and 2, and from these tensors the dtypes and shapes alone. The config reaches no bit.
     """
     streams, chunk, writes = groups.write_w.shape
     num_slots, width = bank.shape
@@ -285,6 +287,11 @@ def decay_write_call(
         enable_fp_fusion=False,
     )
     return KernelCall(_decay_write_kernel, grid, (*tensors, num_slots, width, payload.shape[1]), options)
+
+
+def announce(saving: StepRows | None, keeps_rows: bool) -> Announcement:
+    """What the write stage of a call says of itself, if it was given `saving`: see `agreed_writer`."""
+    return Announcement(COMPACT if keeps_rows else NO_ROWS, saving is not None)
 
 
 class Links(NamedTuple):

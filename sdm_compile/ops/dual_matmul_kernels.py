@@ -15,7 +15,7 @@ from torch import Tensor
 from .bound import KernelCall
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first_token"])
 def _lower_matmul_kernel(
     p_X,
     p_u,
@@ -35,10 +35,11 @@ def _lower_matmul_kernel(
     PLUS: tl.constexpr,
     UNSTAGE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    UPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out = X u (+ plus), X lower triangular, one tile of one chunk per program.
+    """out = X u (+ plus), X lower triangular, or upper with UPPER, one tile of one chunk per program.
 
     RESIDUAL: p_u holds the retrieved rows, u = beta (v - retrieved). PLUS: add p_plus. UNSTAGE: out is [P, T, D], and
     the chunks begin at token `first_token`; otherwise out has the chunks' own layout. TRANSPOSED: X^T instead of X.
@@ -50,13 +51,13 @@ def _lower_matmul_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(2).to(tl.int64)
     block = tl.program_id(1)  # long rows first
-    if not TRANSPOSED:
+    if not (TRANSPOSED or UPPER):
         block = tl.num_programs(1) - 1 - block
     o_m = block * BM + tl.arange(0, BM)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros([BM, BN], tl.float32)
     first, end = 0, tl.minimum(C, (block + 1) * BM)
-    if TRANSPOSED:
+    if TRANSPOSED or UPPER:
         first, end = block * BM, C
     for k in range(first, end, BK):
         o_k = k + tl.arange(0, BK)
@@ -114,7 +115,7 @@ def _outer_product_kernel(
         o_d = d + tl.arange(0, BD)
         m_a = (o_m < C)[:, None] & (o_d < D)[None, :]
         m_b = (o_d < D)[:, None] & (o_n < C)[None, :]
-        a = tl.load(p_a + (chunk * C + o_m)[:, None] * D + o_d[None, :], mask=m_a, other=0.0)
+        a = tl.load(p_a + (chunk * C + o_m)[:, None] * D + o_d[None, :], mask=m_a, other=0.0).to(tl.float32)
         b = tl.load(p_b + (chunk * C + o_n)[None, :] * D + o_d[:, None], mask=m_b, other=0.0).to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     if NEGATIVE:
@@ -124,7 +125,7 @@ def _outer_product_kernel(
     tl.store(p_out + (chunk * C + o_m)[:, None] * C + o_n[None, :], total, mask=m_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first_token"])
 def _values_backward_kernel(
     p_du,
     p_v,
@@ -133,15 +134,31 @@ def _values_backward_kernel(
     p_dv,
     p_dbeta,
     p_dretrieved,
+    p_plus,
     D,
+    tokens,
+    first_token,
+    streams,
+    C: tl.constexpr,
     BD: tl.constexpr,
     DV: tl.constexpr,
     DBETA: tl.constexpr,
     DRETRIEVED: tl.constexpr,
+    PLUS: tl.constexpr,
+    UNSTAGE: tl.constexpr,
 ):
-    """Back through u = beta (v - retrieved), one token per program; DV, DBETA and DRETRIEVED: what is wanted."""
+    """Back through u = beta (v - retrieved), one token per program; DV, DBETA and DRETRIEVED: what is wanted.
+
+    PLUS: add p_plus to dbeta. UNSTAGE: as in the lower matmul, for dv.
+    """
     row = tl.program_id(0).to(tl.int64)
     beta = tl.load(p_beta + row)
+    dv_row, columns = row, D
+    if UNSTAGE:
+        chunk = row // C
+        t = first_token + (chunk // streams) * C + row % C
+        dv_row = (chunk % streams) * tokens + t
+        columns = tl.where(t < tokens, D, 0)
     total = tl.zeros([BD], tl.float32)
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
@@ -149,14 +166,18 @@ def _values_backward_kernel(
         at = row * D + o_d
         du = tl.load(p_du + at, mask=m_d, other=0.0)
         if DV:
-            tl.store(p_dv + at, (beta * du).to(p_dv.dtype.element_ty), mask=m_d)
+            dv = tl.where(beta == 0.0, 0.0, beta * du)  # of a token without a write nothing is left, NaN neither
+            tl.store(p_dv + dv_row * D + o_d, dv.to(p_dv.dtype.element_ty), mask=o_d < columns)
         if DRETRIEVED:
             tl.store(p_dretrieved + at, -beta * du, mask=m_d)
         if DBETA:
             v = tl.load(p_v + at, mask=m_d, other=0.0).to(tl.float32)
             total += (v - tl.load(p_retrieved + at, mask=m_d, other=0.0)) * du
     if DBETA:
-        tl.store(p_dbeta + row, tl.sum(total, axis=0))
+        dbeta = tl.sum(total, axis=0)
+        if PLUS:
+            dbeta += tl.load(p_plus + row)
+        tl.store(p_dbeta + row, dbeta)
 
 
 @dataclass(frozen=True)
@@ -223,13 +244,15 @@ def lower_matmul_call(
     unstage: tuple[int, int] | None = None,
     early: bool = False,
     transposed: bool = False,
+    upper: bool = False,
     many: bool | None = None,
 ) -> KernelCall:
     """out = X u (+ plus) for contiguous X [N, C, C] and u [N, C, D] of a bank of `dtype`.
 
     With `residual` = (v, beta) `u` holds retrieved rows. With `unstage` = (first token, streams) out is [P, T, D], and
     the chunks are those of the tokens from the first on, step after step. `early`: see the kernel. `many`: see the
-    config; None for where there is a `plus`. `transposed`: see `transposed_lower_matmul_call`.
+    config; None for where there is a `plus`. `transposed`: see `transposed_lower_matmul_call`. `upper`: X is upper
+    triangular.
     """
     chunks, chunk, width = u.shape
     config = DualMatmulConfig.from_shapes(chunk, width, dtype, plus is not None if many is None else many)
@@ -245,6 +268,7 @@ def lower_matmul_call(
         PLUS=plus is not None,
         UNSTAGE=unstage is not None,
         TRANSPOSED=transposed,
+        UPPER=upper,
         PRECISION=config.precision,
         EARLY=early,
         num_warps=4,
@@ -256,7 +280,12 @@ def lower_matmul_call(
 
 
 def transposed_lower_matmul_call(
-    X: Tensor, a: Tensor, out: Tensor, dtype: torch.dtype, plus: Tensor | None = None, many: bool = False
+    X: Tensor,
+    a: Tensor,
+    out: Tensor,
+    dtype: torch.dtype,
+    plus: Tensor | None = None,
+    many: bool = False,
 ) -> KernelCall:
     """out = X^T a (+ plus) for contiguous X [N, C, C], lower triangular, and a [N, C, D] of a bank of `dtype`.
 
@@ -275,8 +304,7 @@ def outer_product_call(
 ) -> KernelCall:
     """out [N, C, C] = a b^T, or minus that, for contiguous a and b [N, C, D] of a bank of `dtype`.
 
-    `a` is float32, so that it goes to the tensor cores as it was loaded; `b` may be bfloat16 too. `tril`: zero above
-    that diagonal, counted as `torch.tril` does.
+    Both float32 or bfloat16. `tril`: zero above that diagonal, counted as `torch.tril` does.
     """
     chunks, chunk, width = a.shape
     config = OuterProductConfig.from_shapes(chunk, width, dtype)
@@ -303,20 +331,31 @@ def values_backward_call(
     dv: Tensor | None = None,
     dbeta: Tensor | None = None,
     dretrieved: Tensor | None = None,
+    plus: Tensor | None = None,
+    unstage: tuple[int, int] | None = None,
 ) -> KernelCall:
     """dv = beta du, dbeta = sum of (v - retrieved) du over the columns, dretrieved = -beta du; None: not wanted.
 
-    All contiguous [N, C, D], beta and dbeta [N, C, 1]; v in the bank's dtype, dv in any, the rest float32.
+    With `plus`, which may be dbeta itself, that is added to dbeta.
+
+    All contiguous [N, C, D], beta and dbeta [N, C, 1]; v in the bank's dtype, dv in any, the rest float32. `unstage`:
+    as `lower_matmul_call` has it, for dv [P, T, D].
     """
     chunks, chunk, width = du.shape
     outs = (dv, dbeta, dretrieved)
+    first_token, streams = unstage or (0, 1)
+    tokens = chunk if dv is None else dv.shape[1]
     options = dict(
+        C=chunk,
         BD=ValuesBackwardConfig.from_shapes(width).columns,
         DV=dv is not None,
         DBETA=dbeta is not None,
         DRETRIEVED=dretrieved is not None,
-        num_warps=4,
+        PLUS=plus is not None,
+        UNSTAGE=unstage is not None,
+        num_warps=4 if width > 256 else 1,
         enable_fp_fusion=True,
     )
-    tensors = (du, v, beta, retrieved, *(du if out is None else out for out in outs))
-    return KernelCall(_values_backward_kernel, (chunks * chunk,), (*tensors, width), options)
+    tensors = (du, v, beta, retrieved, *(du if out is None else out for out in (*outs, plus)))
+    args = (*tensors, width, tokens, first_token, streams)
+    return KernelCall(_values_backward_kernel, (chunks * chunk,), args, options)

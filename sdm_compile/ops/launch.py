@@ -1,8 +1,8 @@
 """How step loops reach the device: captured once per signature and replayed for every eager call.
 
-A captured loop keeps its working memory, and takes the one address that differs between calls, the bank's, from a small
-table on the device, which a one-thread kernel writes just before the replay. Loops are kept per device and stream: two
-streams never share working memory. SPEC section 5.
+A captured loop takes the addresses that differ between calls, the bank's above all, from a small table on the device,
+which a kernel writes just before the replay. Loops are kept per device and stream; all loops of a stream share two
+working memories, which they take in turn, and two streams never share one. SPEC section 5.
 
 What comes before and after a loop's steps (staging, Phase 1, the solve; the readings) does not touch the bank, so it
 runs on a second stream, under the steps of the neighbouring loops.
@@ -21,30 +21,65 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .bound import KernelCall
 
 MAX_LOOPS = 32  # captured loops kept at a time, over all signatures, devices and streams
-MAX_BYTES = 2 * 2**30  # of their working memory
+ADDRESSES = 6  # a step's entries in a table; even, so that every step's are aligned to 16 bytes
+
+
+def launches_early(bank: Tensor) -> bool:
+    """Whether a kernel can be launched before the one in front of it has ended: on a GPU from Hopper on."""
+    return bank.is_cuda and torch.cuda.get_device_capability(bank.device)[0] >= 9
+
+
+class StepAddress(NamedTuple):
+    """Where something lies that is not a loop's own: at its first step, and how many bytes further at each next one."""
+
+    first: int
+    stride: int = 0
 
 
 class StepLoop(Protocol):
-    """A call's step loop, as `replay` runs it. `memory` is the loop's own, kept with its capture."""
+    """A call's step loop, as `replay` runs it. `memory` is its working memory; nothing in it outlives the loop."""
 
     @property
     def signature(self) -> Hashable:
-        """Everything that `steps` depends on besides the bank's address and what its memory holds."""
+        """Everything that `steps` depends on besides its addresses and what its memory holds."""
 
-    def make_memory(self) -> Any:
-        """Allocates the working memory, filled so that `steps` touches no bank row."""
+    @property
+    def length(self) -> int:
+        """How many steps it has."""
+
+    def addresses(self) -> Sequence[StepAddress]:
+        """What stands in its table, at most `ADDRESSES`."""
+
+    def memory_form(self) -> Any:
+        """The working memory: a nest of meta tensors."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What that takes, see `memory_bytes`."""
+
+    def clear(self, memory: Any) -> None:
+        """Fills the memory so that no launch on it touches a bank row."""
 
     def stage(self, memory: Any) -> None:
         """Launches what reads the call's inputs."""
 
-    def couple(self, memory: Any) -> None:
-        """Launches what stands between, on the memory alone."""
+    def couple(self, memory: Any, table: Tensor | None) -> None:
+        """Launches what stands between, on the memory, and on what it may take from the table."""
+
+    @property
+    def concludes(self) -> bool:
+        """Whether there is something to `conclude`."""
+
+    def conclude(self, memory: Any) -> None:
+        """Launches what stands between the steps and `read`, on the memory alone."""
 
     def steps(self, memory: Any, table: Tensor | None) -> None:
-        """Launches the steps; the bank's address stands in `table`, where there is one."""
+        """Launches the steps; step s takes the addresses from table[s], where there is a table."""
 
     def read(self, memory: Any) -> None:
         """Launches what writes the call's outputs."""
@@ -60,8 +95,86 @@ def eviction_hint(bank: Tensor, rows: int) -> str:
 
 
 @triton.jit
-def _write_table_kernel(p_table, address):  # type: ignore[no-untyped-def]
-    tl.store(p_table, address)
+def from_table(p, p_table, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pointer p, at the address that is a step's entry n of a table: a multiple of 16.
+
+    An address that is not one is no danger where rows have an odd number of bytes, as nothing then relies on it.
+    """
+    return tl.multiple_of(tl.load(p_table + n).to(tl.pointer_type(p.dtype.element_ty)), 16)
+
+
+@triton.jit(do_not_specialize=["steps", "a0", "s0", "a1", "s1", "a2", "s2", "a3", "s3", "a4", "s4", "a5", "s5"])
+def _write_table_kernel(  # type: ignore[no-untyped-def]
+    p_table,
+    steps,
+    a0: tl.int64,
+    s0: tl.int64,
+    a1: tl.int64,
+    s1: tl.int64,
+    a2: tl.int64,
+    s2: tl.int64,
+    a3: tl.int64,
+    s3: tl.int64,
+    a4: tl.int64,
+    s4: tl.int64,
+    a5: tl.int64,
+    s5: tl.int64,
+    B: tl.constexpr,
+):
+    firsts, strides = (a0, a1, a2, a3, a4, a5), (s0, s1, s2, s3, s4, s5)
+    step = tl.arange(0, B)
+    for n in tl.static_range(len(firsts)):
+        tl.store(p_table + step * len(firsts) + n, firsts[n] + step * strides[n], mask=step < steps)
+
+
+def _write_table(table: Tensor, loop: StepLoop) -> None:
+    """Fills a loop's table [steps, ADDRESSES]."""
+    addresses = [*loop.addresses()]
+    addresses += [StepAddress(0)] * (ADDRESSES - len(addresses))
+    options = {"B": triton.next_power_of_2(loop.length), "num_warps": 1}
+    KernelCall(_write_table_kernel, (1,), (table, loop.length, *itertools.chain(*addresses)), options).launch_again()
+
+
+class _Memory:
+    """Working memory that loops take one after the other: as large as the largest needs it."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, loops: Sequence[StepLoop], device: torch.device) -> bool:
+        """Makes room for each of the loops; whether it moved."""
+        size = max((loop.memory_bytes for loop in loops), default=0)
+        if size <= len(self.bytes):
+            return False
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # frees it first
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        return True
+
+    def of(self, loop: StepLoop) -> Any:
+        """The loop's memory."""
+        form = loop.memory_form()
+        starts = iter(_layout(form)[0])
+
+        def view(x: Tensor) -> Tensor:
+            start = next(starts)
+            return self.bytes[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+
+        return tree_map_only(Tensor, view, form)
+
+
+def memory_bytes(form: Any) -> int:
+    """What a working memory of this form takes."""
+    return _layout(form)[1]
+
+
+def _layout(form: Any) -> tuple[list[int], int]:
+    """Where each tensor of a memory starts, on multiples of 512 bytes, and where the last one ends."""
+    starts, end = [], 0
+    for x in tree_leaves(form):
+        if isinstance(x, Tensor):
+            starts.append(end)
+            end += (x.numel() * x.element_size() + 511) // 512 * 512
+    return starts, end
 
 
 class _Runner(Protocol):
@@ -71,7 +184,9 @@ class _Runner(Protocol):
 
     def couple(self, loop: StepLoop) -> None: ...
 
-    def steps(self, loop: StepLoop, bank: Tensor) -> None: ...
+    def conclude(self, loop: StepLoop) -> None: ...
+
+    def steps(self, loop: StepLoop) -> None: ...
 
 
 _R = TypeVar("_R", bound=_Runner)
@@ -84,26 +199,34 @@ class _Plain:
     memory: Any
 
     def couple(self, loop: StepLoop) -> None:
-        loop.couple(self.memory)
+        loop.couple(self.memory, None)
 
-    def steps(self, loop: StepLoop, bank: Tensor) -> None:
+    def conclude(self, loop: StepLoop) -> None:
+        if loop.concludes:
+            loop.conclude(self.memory)
+
+    def steps(self, loop: StepLoop) -> None:
         loop.steps(self.memory, None)
 
 
 @dataclass
 class _Captured:
     memory: Any
-    table: Tensor  # [1] int64 on the device
+    table: Tensor  # [steps, ADDRESSES] int64 on the device
     couple_graph: torch.cuda.CUDAGraph
+    conclude_graph: torch.cuda.CUDAGraph | None
     steps_graph: torch.cuda.CUDAGraph
     done: torch.cuda.Event  # after the latest call that used it
-    bytes: int  # of the memory
 
     def couple(self, loop: StepLoop) -> None:
+        _write_table(self.table, loop)
         self.couple_graph.replay()
 
-    def steps(self, loop: StepLoop, bank: Tensor) -> None:
-        _write_table_kernel[(1,)](self.table, bank.data_ptr(), num_warps=1)
+    def conclude(self, loop: StepLoop) -> None:
+        if self.conclude_graph is not None:
+            self.conclude_graph.replay()
+
+    def steps(self, loop: StepLoop) -> None:
         self.steps_graph.replay()
 
 
@@ -123,46 +246,45 @@ def _new_streams(device: torch.device) -> _Streams:
 
 
 _lock = threading.Lock()
-_captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+_captured: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()  # by signature, which memory, device and stream
 _retired: list[_Captured] = []
 _streams: dict[tuple[int, int], _Streams] = {}
+_memories: dict[tuple[int, int], tuple[_Memory, _Memory]] = {}
 
 
-def run_plainly(groups: Sequence[Sequence[StepLoop]], bank: Tensor) -> None:
+def run_plainly(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
     """Runs all loops one after the other by plain launches on the current stream."""
-    memories: dict[Hashable, Any] = {}
-
-    def runner(loop: StepLoop, buffer: int) -> _Plain:
-        key = (loop.signature, buffer)
-        if key not in memories:
-            memories[key] = loop.make_memory()
-        return _Plain(memories[key])
-
-    streams = _new_streams(bank.device)
+    memories, streams = (_Memory(), _Memory()), _new_streams(device)
+    for k, memory in enumerate(memories):
+        memory.grow([loop for loops in groups for loop in loops[k::2]], device)
     for loops in groups:
-        _run_overlapped(loops, _runners(loops, runner), bank, streams)
+        _run_overlapped(loops, _runners(loops, lambda loop, k: _Plain(memories[k].of(loop))), streams)
 
 
-def replay(groups: Sequence[Sequence[StepLoop]], bank: Tensor) -> None:
+def replay(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
     """Runs all loops one after the other on the current stream, each as one replay; captures what is missing first."""
-    stream = torch.cuda.current_stream(bank.device)
-    where = (bank.get_device(), stream.cuda_stream)
+    stream = torch.cuda.current_stream(device)
+    where = (stream.device_index, stream.cuda_stream)
 
     def runner(loop: StepLoop, buffer: int) -> _Captured:
         key = (loop.signature, buffer, *where)
         captured = _captured.get(key)
         if captured is None:
-            captured = _captured[key] = _capture(loop, bank.device)
+            captured = _captured[key] = _capture(loop, _memories[where][buffer].of(loop), device)
         _captured.move_to_end(key)
         return captured
 
     with _lock:
         if where not in _streams:
-            _streams[where] = _new_streams(bank.device)
+            _streams[where] = _new_streams(device)
+            _memories[where] = (_Memory(), _Memory())
+        for k, memory in enumerate(_memories[where]):
+            if memory.grow([loop for loops in groups for loop in loops[k::2]], device):
+                _forget((k, *where))
         runners = [_runners(loops, runner) for loops in groups]
         try:
             for loops, runners_of_group in zip(groups, runners, strict=True):
-                _run_overlapped(loops, runners_of_group, bank, _streams[where])
+                _run_overlapped(loops, runners_of_group, _streams[where])
         finally:
             for captured in itertools.chain(*runners):
                 captured.done.record(stream)
@@ -174,9 +296,9 @@ def _runners(loops: Sequence[StepLoop], runner_of: Callable[[StepLoop, int], _R]
     return [runner_of(loop, k % 2) for k, loop in enumerate(loops)]
 
 
-def _run_overlapped(loops: Sequence[StepLoop], runners: Sequence[_Runner], bank: Tensor, streams: _Streams) -> None:
+def _run_overlapped(loops: Sequence[StepLoop], runners: Sequence[_Runner], streams: _Streams) -> None:
     """The steps of all loops in order; beside them what is not needed yet."""
-    current = torch.cuda.current_stream(bank.device)
+    current = torch.cuda.current_stream(streams.steps.device)
     streams.side.wait_stream(current)
     streams.steps.wait_stream(current)
     done: torch.cuda.Event | None = None
@@ -188,24 +310,27 @@ def _run_overlapped(loops: Sequence[StepLoop], runners: Sequence[_Runner], bank:
                 coupled = streams.side.record_event()
                 if done is not None:
                     streams.side.wait_event(done)
+                    runners[k - 1].conclude(loops[k - 1])
                     loops[k - 1].read(runners[k - 1].memory)
             with torch.cuda.stream(streams.steps):
                 streams.steps.wait_event(coupled)
-                runner.steps(loop, bank)
+                runner.steps(loop)
                 done = streams.steps.record_event()
     finally:  # whatever happened, the caller's memory is in use until both have ended
         current.wait_stream(streams.steps)
         current.wait_stream(streams.side)
+    runners[-1].conclude(loops[-1])
     loops[-1].read(runners[-1].memory)
 
 
-def _capture(loop: StepLoop, device: torch.device) -> _Captured:
-    memory = loop.make_memory()
-    table = torch.zeros(1, dtype=torch.int64, device=device)
-    couple = _captured_graph(device, lambda: loop.couple(memory), SIDE_PRIORITY)
+def _capture(loop: StepLoop, memory: Any, device: torch.device) -> _Captured:
+    loop.clear(memory)
+    table = torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device)
+    _write_table(table, loop)
+    couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
     steps = _captured_graph(device, lambda: loop.steps(memory, table))
-    size = sum(x.numel() * x.element_size() for x in tree_leaves(memory))
-    return _Captured(memory, table, couple, steps, torch.cuda.Event(), size)
+    conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
+    return _Captured(memory, table, couple, conclude, steps, torch.cuda.Event())
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
@@ -227,12 +352,18 @@ def _captured_graph(device: torch.device, launch: Callable[[], None], priority: 
 
 def _retire() -> None:
     """Drops the loops that were used longest ago; one that still runs is kept until it has ended."""
-    kept = sum(loop.bytes for loop in _captured.values())
-    while len(_captured) > MAX_LOOPS or kept > MAX_BYTES:
-        loop = _captured.popitem(last=False)[1]
-        kept -= loop.bytes
-        _retired.append(loop)
+    while len(_captured) > MAX_LOOPS:
+        _retired.append(_captured.popitem(last=False)[1])
     _retired[:] = [loop for loop in _retired if not loop.done.query()]
+    used = {key[2:] for key in _captured}
+    for where in [where for where in _memories if where not in used]:
+        del _memories[where], _streams[where]
+
+
+def _forget(memory: tuple[int, int, int]) -> None:
+    """Drops the loops of a memory: which of the two, of a device and stream."""
+    for key in [key for key in _captured if key[1:] == memory]:
+        _retired.append(_captured.pop(key))
 
 
 def captured_loops() -> int:
@@ -248,3 +379,5 @@ def free_captured_loops() -> None:
             loop.done.synchronize()
         _captured.clear()
         _retired.clear()
+        _streams.clear()
+        _memories.clear()

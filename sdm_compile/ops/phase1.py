@@ -191,9 +191,7 @@ def _phase1_cpu(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: T
     outs.group_decay.view(-1).fill_(1)[group_chunk * entries + ordinal] = until[writes.last].exp()
     starts = outs.group_start.view(chunks, entries + 1)
     starts.copy_(before[1:, None] - before[:-1, None])
-    starts.view(-1)[group_chunk * (entries + 1) + ordinal] = (
-        writes.first[writes.last] - before[group_chunk]
-    ).int()
+    starts.view(-1)[group_chunk * (entries + 1) + ordinal] = (writes.first[writes.last] - before[group_chunk]).int()
     return outs
 
 
@@ -238,9 +236,7 @@ def _check_phase1_bwd(
     ):
         check_shape(name, grad, shape, layout)
         check_dtype(name, grad, g.dtype, f"with {g.dtype} gates")
-    check_devices(
-        k_idx=k_idx, dk_eff=dk_eff, dq_w=dq_w, dwrite_w=dwrite_w, dA=dA, dQK=dQK, dgroup_decay=dgroup_decay
-    )
+    check_devices(k_idx=k_idx, dk_eff=dk_eff, dq_w=dq_w, dwrite_w=dwrite_w, dA=dA, dQK=dQK, dgroup_decay=dgroup_decay)
 
 
 def _empty_phase1_bwd_outputs(k_val: Tensor, g: Tensor, q_val: Tensor) -> tuple[Tensor, Tensor, Tensor]:

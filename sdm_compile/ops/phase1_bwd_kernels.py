@@ -1,7 +1,6 @@
 """Triton kernels of Phase 1's backward: the gradients of k_val, g and q_val, without an atomic operation.
 
-    join     a chunk's ids, those of a token's reads behind those of its writes; zeros for entries without a slot
-    (sort    the joined entries by slot: the forward's kernels)
+    (sort    the joined entries by slot: the kernels of `slot_groups_kernels`)
     walk     every entry against the others of its slot: its weight's gradient, and dL or dLq
     gates    sums of dL and dLq over the entries of a slot that a write's gate counts in
     tokens   sums over a token's writes, where it has one gate
@@ -14,7 +13,6 @@ elements walk together, as long as one of them is inside its slot. Every output 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,19 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import empty
-from .phase1_kernels import _token, rows_per_program, sort_by_slot
+from .phase1_kernels import rows_per_program
+from .slot_groups_kernels import JoinedSort, _any, _entry_at, _parts, empty_joined_sort, launch_joined_sort
 
 MAX_CHUNKS = 65535  # of one launch: CUDA's limit on that axis of a grid
 MAX_ENTRIES = 2**23  # of one launch, so that the scratch, about 35 bytes an entry, does not grow with the call
-
-
-@triton.jit
-def _parts(entry, W: tl.constexpr, R: tl.constexpr):
-    """Of joined entries: the token, whether it is a read, and the entry among the chunk's writes or among its reads."""
-    token = _token(entry, W + R)
-    column = entry - token * (W + R)
-    read = column >= W
-    return token, read, tl.where(read, token * R + column - W, token * W + column)
 
 
 @triton.jit
@@ -45,46 +35,6 @@ def _load_either(p_write, p_read, at, read, mask):
     """What stands at p_read for reads and at p_write for writes; zero outside the mask."""
     write = tl.load(p_write + at, mask=mask & ~read, other=0.0).to(tl.float32)
     return tl.where(read, tl.load(p_read + at, mask=mask & read, other=0.0).to(tl.float32), write)
-
-
-@triton.jit
-def _entry_at(p_keys, place, slot, walking, ENTRIES: tl.constexpr):
-    """The entries at sorted places, and who of those `walking` is still inside its slot there."""
-    key = tl.load(p_keys + place, mask=walking & (place >= 0) & (place < ENTRIES), other=-1)
-    entry = key.to(tl.int32)
-    return entry, (entry >= 0) & ((key >> 32).to(tl.int32) == slot)
-
-
-@triton.jit
-def _any(mask):
-    return tl.max(mask.to(tl.int32), axis=0) > 0
-
-
-@triton.jit
-def _join_kernel(
-    p_k_idx,
-    p_q_idx,
-    p_ids,
-    p_dk_val,
-    p_dgate,
-    p_dq_val,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-):
-    """B joined entries. Their gradients become zero here, as no other kernel meets entries without a slot."""
-    chunk = tl.program_id(1).to(tl.int64)
-    o_e = tl.program_id(0) * B + tl.arange(0, B)
-    m_e = o_e < C * (W + R)
-    _, read, own = _parts(o_e, W, R)
-    written = tl.load(p_k_idx + chunk * (C * W) + own, mask=m_e & ~read, other=-1)
-    ids = tl.where(read, tl.load(p_q_idx + chunk * (C * R) + own, mask=m_e & read, other=-1), written)
-    tl.store(p_ids + chunk * (C * (W + R)) + o_e, ids, mask=m_e)
-    zero = tl.zeros([B], tl.float32)
-    tl.store(p_dk_val + chunk * (C * W) + own, zero, mask=m_e & ~read)
-    tl.store(p_dgate + chunk * (C * W) + own, zero, mask=m_e & ~read)
-    tl.store(p_dq_val + chunk * (C * R) + own, zero, mask=m_e & read)
 
 
 @triton.jit
@@ -259,11 +209,8 @@ class Phase1BwdConfig:
 
 
 class Phase1BwdScratch(NamedTuple):
-    """Memory that Phase 1's backward needs while it runs: N chunks at a time, F = C * (W + R) joined entries each."""
+    """Memory that Phase 1's backward needs while it runs on N chunks of F = C * (W + R) sorted entries each."""
 
-    ids: Tensor  # [N, F] int32
-    keys: Tensor  # [N, F] int64
-    merged: Tensor  # [N, F] int64
     dL: Tensor  # [N, F] float32, sorted, like the two that follow
     dlater: Tensor  # [N, F] float32
     decay: Tensor  # [N, F] float32
@@ -271,62 +218,76 @@ class Phase1BwdScratch(NamedTuple):
     dgate: Tensor  # [N, C * W] float32, of each write's gate
 
 
-def empty_phase1_bwd_scratch(k_idx: Tensor, q_idx: Tensor) -> Phase1BwdScratch:
-    """Scratch for ids [steps, P, C, W] and [steps, P, C, R], of so many of their chunks as one launch takes."""
-    steps, streams, chunk, writes = k_idx.shape
-    entries = chunk * (writes + q_idx.shape[3])
-    chunks = min(steps * streams, MAX_CHUNKS, max(1, MAX_ENTRIES // entries))
+def empty_phase1_bwd_sorted_scratch(chunks: int, chunk: int, writes: int, reads: int, like: Tensor) -> Phase1BwdScratch:
+    entries = chunk * (writes + reads)
     tiles = triton.cdiv(entries, Phase1BwdConfig.from_shapes(chunk, writes).places)
-    dtypes = dict.fromkeys(("keys", "merged"), torch.int64) | dict.fromkeys(("ids", "firsts"), torch.int32)
     widths = {"firsts": tiles, "dgate": chunk * writes}
+    dtypes = {"firsts": torch.int32}
     return Phase1BwdScratch(
         *(
-            empty((chunks, widths.get(name, entries)), k_idx, dtypes.get(name, torch.float32))
+            empty((chunks, widths.get(name, entries)), like, dtypes.get(name, torch.float32))
             for name in Phase1BwdScratch._fields
         )
     )
 
 
+def empty_phase1_bwd_scratch(k_idx: Tensor, q_idx: Tensor) -> tuple[JoinedSort, Phase1BwdScratch]:
+    """Scratch for ids [steps, P, C, W] and [steps, P, C, R], of so many of their chunks as one launch takes."""
+    steps, streams, chunk, writes = k_idx.shape
+    reads = q_idx.shape[3]
+    entries = chunk * (writes + reads)
+    chunks = min(steps * streams, MAX_CHUNKS, max(1, MAX_ENTRIES // entries))
+    sort = empty_joined_sort(chunks, entries, k_idx)
+    return sort, empty_phase1_bwd_sorted_scratch(chunks, chunk, writes, reads, k_idx)
+
+
 def launch_phase1_bwd(
-    grads: Sequence[Tensor], inputs: Sequence[Tensor], outs: Sequence[Tensor], scratch: Phase1BwdScratch
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    scratch: tuple[JoinedSort, Phase1BwdScratch],
 ) -> None:
     """Fills dk_val, dg and dq_val. All as the op has them, contiguous [steps, P, C, *]."""
-    tensors = [x.flatten(0, 1) for x in (*grads, *inputs, *outs)]
-    chunks = tensors[0].shape[0]
-    for start in range(0, chunks, max(1, len(scratch.keys))):
-        count = min(len(scratch.keys), chunks - start)
-        part = Phase1BwdScratch(*(x[:count] for x in scratch))
-        _launch_chunks(part, *(x[start : start + count] for x in tensors))
+    sides = [[x.flatten(0, 1) for x in side] for side in (grads, inputs, outs)]
+    chunks, most = sides[0][0].shape[0], len(scratch[0].keys)
+    for start in range(0, chunks, max(1, most)):
+        count = min(most, chunks - start)
+        sort = JoinedSort(*(x[:count] for x in scratch[0]))
+        rest = Phase1BwdScratch(*(x[:count] for x in scratch[1]))
+        some_grads, some_inputs, some_outs = ([x[start : start + count] for x in side] for side in sides)
+        launch_joined_sort(some_inputs[0], some_inputs[3], sort)
+        launch_phase1_bwd_sorted(sort.keys, some_grads, some_inputs, some_outs, rest)
 
 
-def _launch_chunks(
+def launch_phase1_bwd_sorted(
+    keys: Tensor,
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    outs: Sequence[Tensor],
     scratch: Phase1BwdScratch,
-    dk_eff: Tensor,
-    dq_w: Tensor,
-    dwrite_w: Tensor,
-    dA: Tensor,
-    dQK: Tensor,
-    dgroup_decay: Tensor,
-    k_idx: Tensor,
-    k_val: Tensor,
-    g: Tensor,
-    q_idx: Tensor,
-    q_val: Tensor,
-    dk_val: Tensor,
-    dg: Tensor,
-    dq_val: Tensor,
 ) -> None:
-    """Tensors [N, C, *] of as many chunks as the scratch is for."""
+    """Fills dk_val, dg and dq_val of N chunks, at most 65,535, whose writes and reads are sorted already.
+
+    Args:
+        keys: [N, F] int64, as `launch_joined_sort` and `launch_slot_groups` sort them.
+        grads: dk_eff, dq_w, dwrite_w, dA, dQK [N, C, *] and dgroup_decay [N, C * W], float32.
+        inputs: k_idx, k_val, g, q_idx, q_val [N, C, *]. outs: dk_val, dg, dq_val. All contiguous.
+        scratch: as `empty_phase1_bwd_sorted_scratch` has it for N chunks.
+    Note: launches and clears only, so that it can be captured.
+    """
+    dk_eff, dq_w, dwrite_w, dA, dQK, dgroup_decay = grads
+    k_idx, k_val, g, q_idx, q_val = inputs
+    dk_val, dg, dq_val = outs
     chunks, chunk, writes = k_idx.shape
+    if not chunks:
+        return
     reads, gates = q_idx.shape[2], g.shape[2]
     config = Phase1BwdConfig.from_shapes(chunk, writes)
     sizes = {"C": chunk, "W": writes, "R": reads, "B": config.places}
     tiles = scratch.firsts.shape[1]
     dgate = dg if gates == writes else scratch.dgate
-    _join_kernel[(tiles, chunks)](
-        *(k_idx, q_idx, scratch.ids, dk_val, dgate, dq_val), **sizes, num_warps=1, enable_fp_fusion=True
-    )
-    keys = sort_by_slot(scratch.ids, scratch.keys, scratch.merged, math.gcd(writes, reads))
+    for x in (dk_val, dgate, dq_val):
+        x.zero_()  # the kernels meet no entry without a slot
     _walk_kernel[(tiles, chunks)](
         *(keys, dk_eff, dq_w, dwrite_w, dA, dQK, k_val, g, q_val, dk_val, dq_val),
         *(scratch.dL, scratch.dlater, scratch.decay, scratch.firsts),

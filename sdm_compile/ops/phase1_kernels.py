@@ -213,6 +213,7 @@ def _groups_kernel(
     p_group_decay,
     p_lead_value,
     p_lead_index,
+    p_ordinal,
     W: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -221,7 +222,8 @@ def _groups_kernel(
 ):
     """B places of one chunk. Each fills one group: its own if it starts one, else an unused one, from the end on.
 
-    TILES: at least the number of a chunk's programs, a power of two. BY_TOKEN: see Phase1Scratch.
+    TILES: at least the number of a chunk's programs, a power of two. BY_TOKEN: see Phase1Scratch. p_ordinal: by entry,
+    the group's ordinal at its first entry, -1 at the others; None if nobody asks.
     """
     tile = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
@@ -261,6 +263,8 @@ def _groups_kernel(
     else:
         tl.store(p_lead_value + chunk * ENTRIES + ordinal, write_w, mask=m_e)
         tl.store(p_lead_index + chunk * ENTRIES + ordinal, _token(entry, W), mask=m_e)
+    if p_ordinal is not None:
+        tl.store(p_ordinal + chunk * ENTRIES + entry, tl.where(first, ordinal, -1), mask=entry >= 0)
     if tile == 0:
         tl.store(p_group_start + chunk * (ENTRIES + 1) + ENTRIES, held_count)
 
@@ -403,6 +407,10 @@ class SortConfig:
     def from_shapes(entries: int) -> SortConfig:
         return SortConfig(tile=min(max(2, triton.next_power_of_2(entries)), 512), merge=512)
 
+    def merges(self, entries: int) -> int:
+        """How many rounds of merges follow; after an odd number of them, the result is in the second buffer."""
+        return (max(1, triton.cdiv(entries, self.tile)) - 1).bit_length()
+
 
 def sort_by_slot(ids: Tensor, keys: Tensor, merged: Tensor, run: int, write_w: Tensor | None = None) -> Tensor:
     """The sorted keys of ids, in one of the two buffers [N, E]. ids: contiguous, E of each of the N chunks.
@@ -485,8 +493,13 @@ def launch_phase1(
     fields: ChunkFields,
     scratch: Phase1Scratch,
     by_token: bool = False,
+    ordinals: Tensor | None = None,
 ) -> None:
-    """Fills `fields` and the scratch's leads, by token or by group, from contiguous [steps, P, C, *] staged inputs."""
+    """Fills `fields` and the scratch's leads, by token or by group, from contiguous [steps, P, C, *] staged inputs.
+
+    ordinals: receives [steps, P, C, W] int32, the group's ordinal at its slot's first write and -1 at the others; what
+    stands where there is no slot stays.
+    """
     steps, streams, chunk, writes = k_idx.shape
     reads, gates = q_idx.shape[3], g.shape[3]
     chunks, entries = steps * streams, chunk * writes
@@ -508,7 +521,7 @@ def launch_phase1(
     _groups_kernel[(tiles, chunks)](
         *(keys, fields.order, scratch.weight, scratch.gate, scratch.before, scratch.firsts, scratch.held),
         *(fields.write_w, fields.group_start, fields.group_slot, fields.group_decay),
-        *(scratch.lead_value, scratch.lead_index),
+        *(scratch.lead_value, scratch.lead_index, ordinals),
         W=writes,
         BY_TOKEN=by_token,
         ENTRIES=entries,

@@ -44,14 +44,51 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Which layout a call keeps, and the stage that stores its rows: "write", "gather", or None for no rows."""
+    """What a call declares: which layout it keeps, and which stage should store its rows; None for no rows."""
 
     layout: int
-    writer: str | None
+    writer: str | None  # "write" or "gather"
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a write stage, built for a call, says of itself."""
+
+    layout: int  # that it reads
+    stores_rows: bool  # whether it stores the snapshot's rows itself
+
+
+class SnapshotMismatchError(RuntimeError):
+    """The stages of one call do not agree on what is kept: a defect of the library, found before any launch."""
+
+
+def agreed_writer(declared: SnapshotPlan, announced: Announcement) -> str | None:
+    """The stage that stores a call's rows: the write stage if it announced so, else the gather; None for no rows.
+
+    Raises:
+        SnapshotMismatchError: the write stage announced another layout than was declared, or another writer.
+    """
+    keeps_rows = declared.layout != NO_ROWS
+    writer = ("write" if announced.stores_rows else "gather") if keeps_rows else None
+    if announced.layout != declared.layout or writer != declared.writer or announced.stores_rows > keeps_rows:
+        raise SnapshotMismatchError(f"the call declared {declared}, but the write stage announced {announced}")
+    return writer
+
+
+def check_rows(rows: int, device: torch.device) -> None:
+    """A backward on this device can number so many rows of a snapshot."""
+    if device.type == "cuda" and rows >= 2**31:
+        raise UnsupportedConfigurationError(
+            f"the snapshot would have {rows} rows; a backward on CUDA takes fewer than {2**31}: use shorter sequences, "
+            "fewer streams, or snapshot_quant='recompute'"
+        )
 
 
 def plan_snapshot(saving: bool, mode: str, situation: Situation) -> SnapshotPlan:
-    """What a forward in this situation keeps: SPEC section 4's table, but for its row on layout 0."""
+    """What a forward in this situation keeps: SPEC section 4's table, but for its row on layout 0.
+
+    No shape needs that layout: the kernels that read compact rows take every shape that `check_rows` admits.
+    """
     if not saving or mode == RECOMPUTE:
         return SnapshotPlan(NO_ROWS, None)
     if mode == "none" and situation is Situation.CAPTURING:

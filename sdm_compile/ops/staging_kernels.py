@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
 from .layout import Staged
+
+ANY_SLOT = 2**31  # ids are below, whatever the bank
 
 
 @triton.jit
@@ -21,7 +24,7 @@ def _load_ids(p_ids, mask, num_slots):
     return tl.where((ids < 0) | (ids >= num_slots), -1, ids).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first_token"])
 def _stage_token_kernel(
     p_k_idx,
     p_k_val,
@@ -130,7 +133,7 @@ def _staged_row(token, tokens, streams, C: tl.constexpr):
     return ((t // C) * streams + p) * C + t % C
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "first_token", "count"])
 def _stage_token_backward_kernel(
     p_dk_val,
     p_dbeta,
@@ -144,7 +147,10 @@ def _stage_token_backward_kernel(
     p_dq_val_out,
     p_silent,
     tokens,
+    first_token,
+    count,
     streams,
+    num_slots,
     s_kp,
     s_kt,
     s_kw,
@@ -159,22 +165,27 @@ def _stage_token_backward_kernel(
     BR: tl.constexpr,
     BX: tl.constexpr,
 ):
-    """One token: each write gets the gradient of the first write to its slot. s_k: strides of k_idx, s_q of q_idx."""
-    token = tl.program_id(0).to(tl.int64)
-    p, t = token // tokens, token % tokens
-    row = _staged_row(token, tokens, streams, C)
+    """One token: each write gets the gradient of the first write to its slot. s_k: strides of k_idx, s_q of q_idx.
+
+    The gradients are those of `count` tokens of each stream from the first on. p_silent: None if nobody asks.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = _staged_row(program, count, streams, C)
+    p, t = program // count, first_token + program % count
+    token = p * tokens + t
     o_w = tl.arange(0, BW)
     m_w = o_w < W
-    ids = tl.load(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, mask=m_w, other=-1).to(tl.int64)
+    ids = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, m_w, num_slots)
     held = ids >= 0
     first = tl.full([BW], W, tl.int32)
     for x in tl.static_range(0, W, BX):
         o_x = x + tl.arange(0, BX)
-        ids_x = tl.load(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, mask=o_x < W, other=-1).to(tl.int64)
+        ids_x = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, o_x < W, num_slots)
         same = held[:, None] & (ids_x[None, :] == ids[:, None])
         first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
     any_held = tl.max(held.to(tl.int32), axis=0) > 0
-    tl.store(p_silent + token, (~any_held).to(tl.int8))
+    if p_silent is not None:
+        tl.store(p_silent + token, (~any_held).to(tl.int8))
     dk_val = tl.load(p_dk_val + row * W + first, mask=held, other=0.0)
     tl.store(p_dk_val_out + token * W + o_w, dk_val.to(p_dk_val_out.dtype.element_ty), mask=m_w)
     dbeta = tl.load(p_dbeta + row, mask=any_held, other=0.0)
@@ -187,16 +198,17 @@ def _stage_token_backward_kernel(
         tl.store(p_dg_out + token, dg.to(p_dg_out.dtype.element_ty))
     o_r = tl.arange(0, BR)
     m_r = o_r < R
-    read = tl.load(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, mask=m_r, other=-1) >= 0
+    read = _load_ids(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, m_r, num_slots) >= 0
     dq_val = tl.load(p_dq_val + row * R + o_r, mask=read, other=0.0)
     tl.store(p_dq_val_out + token * R + o_r, dq_val.to(p_dq_val_out.dtype.element_ty), mask=m_r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "first_token"])
 def _to_chunks_kernel(
     p_x,
     p_silent,
     p_out,
+    rows,
     tokens,
     first_token,
     streams,
@@ -205,20 +217,26 @@ def _to_chunks_kernel(
     s_d,
     D,
     C: tl.constexpr,
+    B: tl.constexpr,
     BD: tl.constexpr,
     SILENT: tl.constexpr,
 ):
-    """[P, T, D] to [steps, P, C, D] in the dtype of `out`; zeros for padding, and with SILENT for silent tokens."""
-    row = tl.program_id(0).to(tl.int64)
+    """[P, T, D] to [steps, P, C, D] in the dtype of `out`; zeros for padding, and with SILENT for silent tokens.
+
+    B of `rows` rows.
+    """
+    row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     chunk = row // C
     p = chunk % streams
     t = first_token + (chunk // streams) * C + row % C
     o_d = tl.program_id(1).to(tl.int64) * BD + tl.arange(0, BD)  # a column's stride may be any
-    here = t < tokens
+    here = (row < rows) & (t < tokens)
     if SILENT:
-        here &= tl.load(p_silent + row) == 0
-    x = tl.load(p_x + p * s_p + t * s_t + o_d * s_d, mask=o_d < tl.where(here, D, 0), other=0.0)
-    tl.store(p_out + row * D + o_d, x.to(p_out.dtype.element_ty), mask=o_d < D)
+        here &= tl.load(p_silent + row, mask=row < rows, other=1) == 0
+    at = (p * s_p + t * s_t)[:, None] + o_d[None, :] * s_d
+    x = tl.load(p_x + at, mask=here[:, None] & (o_d < D)[None, :], other=0.0)
+    m_out = (row < rows)[:, None] & (o_d < D)[None, :]
+    tl.store(p_out + row[:, None] * D + o_d[None, :], x.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
@@ -255,12 +273,14 @@ def launch_stage_inputs(
     if not steps or not streams:
         return
     block_w = triton.next_power_of_2(writes)
-    _stage_token_kernel[(chunk, steps * streams)](
+    args = (
         *(k_idx, k_val, beta, g, q_idx, q_val),
         *(staged.k_idx, staged.k_val, staged.beta, staged.g, staged.q_idx, staged.q_val, silent),
         silent if repeats is None else repeats,
         *(tokens, first_token, streams, num_slots),
         *(*k_idx.stride(), *k_val.stride(), *beta.stride()[:2], *g.stride(), *q_idx.stride(), *q_val.stride()),
+    )
+    options = dict(
         C=chunk,
         W=writes,
         R=reads,
@@ -272,6 +292,7 @@ def launch_stage_inputs(
         num_warps=1 if writes <= 64 else 4,
         enable_fp_fusion=True,
     )
+    KernelCall(_stage_token_kernel, (chunk, steps * streams), args, options).launch_again()
     _to_chunks(v, staged.v, first_token, silent)
 
 
@@ -283,17 +304,38 @@ def launch_stage_inputs_bwd(
     Args:
         k_idx, q_idx: [P, T, W] and [P, T, R], the inputs' own, any strides. silent: [P, T] int8, scratch.
     """
-    dk_val, dv, dbeta, dg, dq_val = grads
-    dk_val_out, dv_out, dbeta_out, dg_out, dq_val_out = outs
+    dk_val, dv, *others = grads
+    dk_val_out, dv_out, *others_out = outs
+    launch_stage_tokens_bwd((dk_val, *others), k_idx, q_idx, (dk_val_out, *others_out), ANY_SLOT, silent=silent)
+    _from_chunks(dv, dv_out, silent)
+
+
+def launch_stage_tokens_bwd(
+    grads: Sequence[Tensor],
+    k_idx: Tensor,
+    q_idx: Tensor,
+    outs: Sequence[Tensor],
+    num_slots: int,
+    first_token: int = 0,
+    silent: Tensor | None = None,
+) -> None:
+    """As `launch_stage_inputs_bwd`, of all inputs but v, for the tokens from the first on that `grads` are of.
+
+    num_slots: of the bank; ids at or above it are no slots. silent: [P, T] int8, which tokens have no write.
+    """
+    dk_val, dbeta, dg, dq_val = grads
     streams, tokens, writes = k_idx.shape
-    reads = q_idx.shape[2]
-    if not streams or not tokens:
+    reads, chunk = q_idx.shape[2], dk_val.shape[2]
+    count = min(tokens - first_token, dk_val.shape[0] * chunk)
+    if not streams or not count:
         return
     block_w = triton.next_power_of_2(writes)
-    _stage_token_backward_kernel[(streams * tokens,)](
-        *(dk_val, dbeta, dg, dq_val, k_idx, q_idx, dk_val_out, dbeta_out, dg_out, dq_val_out, silent),
-        *(tokens, streams, *k_idx.stride(), *q_idx.stride()),
-        C=dk_val.shape[2],
+    args = (
+        *(dk_val, dbeta, dg, dq_val, k_idx, q_idx, *outs, silent),
+        *(tokens, first_token, count, streams, num_slots, *k_idx.stride(), *q_idx.stride()),
+    )
+    options = dict(
+        C=chunk,
         W=writes,
         R=reads,
         GATES=dg.shape[3],
@@ -302,7 +344,7 @@ def launch_stage_inputs_bwd(
         BX=min(32, block_w),
         num_warps=1 if writes <= 64 else 4,
     )
-    _from_chunks(dv, dv_out, silent)
+    KernelCall(_stage_token_backward_kernel, (streams * count,), args, options).launch_again()
 
 
 def launch_unstage_readings(readings: Tensor, out: Tensor) -> None:
@@ -310,9 +352,9 @@ def launch_unstage_readings(readings: Tensor, out: Tensor) -> None:
     _from_chunks(readings, out)
 
 
-def launch_unstage_readings_bwd(dreadings: Tensor, out: Tensor) -> None:
-    """[P, T, D], any strides, to [steps, P, C, D]."""
-    _to_chunks(dreadings, out)
+def launch_unstage_readings_bwd(dreadings: Tensor, out: Tensor, first_token: int = 0) -> None:
+    """The tokens of [P, T, D], any strides, from the first on, to [steps, P, C, D]."""
+    _to_chunks(dreadings, out, first_token)
 
 
 def _to_chunks(x: Tensor, out: Tensor, first_token: int = 0, silent: Tensor | None = None) -> None:
@@ -321,13 +363,11 @@ def _to_chunks(x: Tensor, out: Tensor, first_token: int = 0, silent: Tensor | No
     if not out.numel():
         return
     columns = min(1024, triton.next_power_of_2(width))
-    _to_chunks_kernel[(steps * streams * chunk, triton.cdiv(width, columns))](
-        *(x, out if silent is None else silent, out, x.shape[1], first_token, streams, *x.stride(), width),
-        C=chunk,
-        BD=columns,
-        SILENT=silent is not None,
-        num_warps=1,
-    )
+    rows, block = steps * streams * chunk, 1024 // columns
+    args = (x, out if silent is None else silent, out, rows, x.shape[1], first_token, streams, *x.stride(), width)
+    options = dict(C=chunk, B=block, BD=columns, SILENT=silent is not None, num_warps=1)
+    grid = (triton.cdiv(rows, block), triton.cdiv(width, columns))
+    KernelCall(_to_chunks_kernel, grid, args, options).launch_again()
 
 
 def _from_chunks(x: Tensor, out: Tensor, silent: Tensor | None = None) -> None:

@@ -1,13 +1,14 @@
-"""Triton kernels of one backward step that touch bank rows (SPEC section 3): the gradient's, and the bank's.
+"""Triton kernels of one backward step that touch bank rows (SPEC section 3): the gradient's, and those before the step.
 
-    gather        per token: the weighted sum of the gradient's rows at its writes, and each row's dot with its delta
-    write side    per written slot: the row before the step, from the snapshot; its dots with the gradient and with
-                  what its writes retrieved; the gradient through decay and retrieval
-    read side     per read slot: the row's dots with what its reads sent back, and their part of the gradient
+    gather    per token: the weighted sum of the gradient's rows at its writes, and each row's dot with its delta
+    rows      per slot that the step writes or reads: the row's dots with the gradient and with what each write and read
+              sent back; the gradient through decay, retrieval and reading
 
-The order is gather, write side, read side: the first one reads the gradient after the step, and the last one the bank
-before it. A dot over D columns leaves a kernel as one part for each of its blocks of columns, a number that D and the
-dtypes fix, and is the sum of those in order: `sum_parts_call`, for any number of steps at once.
+The bank is not walked back: a row before the step is the snapshot's that its step saved, or, for a slot that is only
+read, the one that the next step to write it did. Which it is follows from slots alone, so that it is known before the
+steps: `row_numbers_call`. A dot over D columns leaves a kernel as
+one part for each of its blocks of columns, a number that D and the dtypes fix, and is the sum of those in order:
+`sum_parts_call`, for any number of steps at once.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
+from .launch import from_table
+from .phase1_kernels import PLACES
+from .slot_groups_kernels import _parts
 from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
-
-
-@triton.jit
-def _from_table(p, p_table, n: tl.constexpr):
-    """The pointer p, at the address that stands in entry n of a table."""
-    return tl.multiple_of(tl.load(p_table + n).to(tl.pointer_type(p.dtype.element_ty)), 16)
 
 
 @triton.jit
@@ -48,7 +46,7 @@ def _gradient_gather_kernel(
 ):
     """BD columns of one token, BW rows at a time. TABLE: the gradient's address stands in p_table."""
     if TABLE:
-        p_dM = _from_table(p_dM, p_table, 0)
+        p_dM = from_table(p_dM, p_table, 0)
     parts = tl.cdiv(D, BD)
     token = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
@@ -70,92 +68,240 @@ def _gradient_gather_kernel(
 
 
 @triton.jit
+def _load_sent_back(p_du, p_dy, source, mask, o_d, m_d, D):
+    """What the entries' tokens sent back, [G, BD]: du where it is a write, dy where it is a read."""
+    p = tl.where((source & 1) != 0, p_dy, p_du) + (source >> 1).to(tl.int64) * D
+    return tl.load(p[:, None] + o_d[None, :], mask=mask[:, None] & m_d[None, :], other=0.0)
+
+
+@triton.jit
+def _decoded_rows(
+    p_bank, p_payload, p_scales, slot, number, start, D, DP, BD: tl.constexpr, MODE: tl.constexpr, SCALED: tl.constexpr
+):
+    """The rows before the step, columns from `start` on, of a payload that has not the bank's dtype."""
+    o_d = start + tl.arange(0, BD)
+    m_row = (slot >= 0)[:, None] & (o_d < D)[None, :]
+    saved = number >= 0
+    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
+    row = tl.load(p_bank + at, mask=m_row & ~saved[:, None], other=0.0)
+    scale = None
+    if SCALED:
+        scale = tl.load(p_scales + number, mask=saved, other=0.0)
+    decoded = load_quantized(p_payload, number.to(tl.int64), saved, start, scale, DP, BD, MODE)
+    row = tl.where(saved[:, None], convert(decoded, row.dtype), row)
+    return tl.where(m_row, row, 0.0)  # codes beyond the columns are not zero
+
+
+@triton.jit
 def _slot_rows_kernel(
     p_dM,
     p_bank,
-    p_table,
     p_payload,
     p_scales,
-    p_idx,
-    p_weight,
-    p_x,
-    p_order,
+    p_table,
     p_start,
     p_slot,
+    p_lead,
+    p_ordinal,
+    p_number,
+    p_source,
+    p_weight,
     p_decay,
+    p_du,
+    p_dy,
     p_ddecay,
     p_dots,
     num_slots,
     D,
     DP,
     C: tl.constexpr,
-    N: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
     G: tl.constexpr,
+    TILES: tl.constexpr,
     BD: tl.constexpr,
     TABLE: tl.constexpr,
     MODE: tl.constexpr,
     SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """BD columns of the rows of G slots; each slot has a group of a chunk's C * N entries, which bring a weight each,
-    and a row x per token. TABLE: the addresses of the gradient and of the bank stand in p_table. MODE: that of the
-    payload, whose row of the group the bank gets back, with a decay per group; None for the read side."""
+    """BD columns of the rows of TILES times G slots, each with its group of a chunk's writes and reads.
+
+    TABLE: the addresses of the gradient, the bank, the payload and the scales stand in p_table. MODE: that of the
+    payload. EARLY: the kernel is launched before the one that makes du has ended, and waits for it.
+    """
     if TABLE:
-        p_dM = _from_table(p_dM, p_table, 0)
-        p_bank = _from_table(p_bank, p_table, 1)
-    entries: tl.constexpr = C * N
-    parts, blocks = tl.cdiv(D, BD), tl.cdiv(entries, G)
+        p_dM = from_table(p_dM, p_table, 0)
+        p_bank = from_table(p_bank, p_table, 1)
+        p_payload = from_table(p_payload, p_table, 2)
+        p_scales = from_table(p_scales, p_table, 3)
+    entries: tl.constexpr = C * (W + R)
+    parts, blocks = tl.cdiv(D, BD), tl.cdiv(entries, G * TILES)
     part = tl.program_id(0) % parts
-    p = (tl.program_id(0) // parts // blocks).to(tl.int64)
-    o_g = tl.program_id(0) // parts % blocks * G + tl.arange(0, G)
-    m_g = o_g < entries
+    program = tl.program_id(0) // parts
+    # The gather came to the last stream last, so that its rows are what the cache still holds.
+    p = (tl.num_programs(0) // parts // blocks - 1 - program // blocks).to(tl.int64)
+    first = program % blocks * (G * TILES)
     o_d = part * BD + tl.arange(0, BD)
     m_d = o_d < D
-    group = p * entries + o_g  # [G]
-    slot = tl.load(p_slot + group, mask=m_g, other=-1)
-    used = m_g & (slot >= 0) & (slot < num_slots)
-    m_row = used[:, None] & m_d[None, :]
-    start = tl.load(p_start + group + p, mask=used, other=0)
-    length = tl.load(p_start + group + p + 1, mask=used, other=0) - start
-    p_order += p * entries
+    p_start += p * (entries + 1)
+    p_slot += p * entries
+    p_lead += p * entries
+    p_ordinal += p * entries
+    p_number += p * entries
+    p_source += p * entries
     p_weight += p * entries
-    p_x += p * C * D
-    entry = tl.load(p_order + start, mask=used, other=0)
-    weight = tl.load(p_weight + entry, mask=used, other=0.0)
-    x = tl.load(p_x + (entry // N)[:, None] * D + o_d[None, :], mask=m_row, other=0.0)
+    p_decay += p * (C * W)
+    p_du += p * C * D
+    p_dy += p * C * D
+    p_dots += (p * parts + part) * entries
+    p_ddecay += (p * parts + part) * (C * W)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    for tile in range(0, TILES):
+        o_g = first + tile * G + tl.arange(0, G)
+        m_g = o_g < entries
+        slot = tl.load(p_slot + o_g, mask=m_g, other=-1)
+        start = tl.load(p_start + o_g, mask=m_g, other=0)
+        end = tl.load(p_start + o_g + 1, mask=m_g, other=0)
+        source = tl.load(p_lead + o_g, mask=m_g, other=0)
+        ordinal = tl.load(p_ordinal + o_g, mask=m_g, other=-1)
+        number = tl.load(p_number + o_g, mask=m_g, other=-1)
+        slot = tl.where(slot < num_slots, slot, -1)
+        used = slot >= 0
+        longest = tl.max(tl.where(used, end - start, 0), axis=0)
+        if longest > 0:
+            written = used & (ordinal >= 0)
+            m_row = used[:, None] & m_d[None, :]
+            p_row = p_dM + slot.to(tl.int64)[:, None] * D + o_d[None, :]
+            total = tl.load(p_row, mask=m_row, other=0.0)
+            if p_payload.dtype == p_bank.dtype:
+                p_before = tl.where(number >= 0, p_payload + number.to(tl.int64) * D, p_bank + slot.to(tl.int64) * D)
+                row = tl.load(p_before[:, None] + o_d[None, :], mask=m_row, other=0.0).to(tl.float32)
+            else:
+                row = _decoded_rows(p_bank, p_payload, p_scales, slot, number, part * BD, D, DP, BD, MODE, SCALED).to(
+                    tl.float32
+                )
+            x = _load_sent_back(p_du, p_dy, source, used, o_d, m_d, D)
+            weight = tl.load(p_weight + start, mask=used, other=0.0)
+            decay = tl.load(p_decay + ordinal, mask=written, other=1.0)
+            total = total.to(tl.float32)
+            tl.store(p_ddecay + ordinal, tl.sum(row * total, axis=1), mask=written)
+            tl.store(p_dots + start, tl.sum(row * x, axis=1), mask=used)
+            total = tl.fma(tl.broadcast_to(weight[:, None], total.shape), x, total * decay[:, None])
+            for n in range(1, longest):
+                place = start + n
+                more = used & (place < end)
+                source = tl.load(p_source + place, mask=more, other=0)
+                weight = tl.load(p_weight + place, mask=more, other=0.0)
+                x = _load_sent_back(p_du, p_dy, source, more, o_d, m_d, D)
+                tl.store(p_dots + place, tl.sum(row * x, axis=1), mask=more)
+                added = tl.fma(tl.broadcast_to(weight[:, None], total.shape), x, total)
+                total = tl.where(more[:, None], added, total)  # adding nothing would turn -0.0 into 0.0
+            tl.store(p_row, total.to(p_dM.dtype.element_ty), mask=m_row)
 
-    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
-    drow = tl.load(p_dM + at, mask=m_row, other=0.0).to(tl.float32)
-    if MODE is None:
-        row = tl.load(p_bank + at, mask=m_row, other=0.0).to(tl.float32)
-    else:
-        scale = None
-        if SCALED:
-            scale = tl.load(p_scales + group, mask=used, other=0.0)
-        row = load_quantized(p_payload, group, used, part * BD, scale, DP, BD, MODE)
-        row = convert(row, p_bank.dtype.element_ty)
-        tl.store(p_bank + at, row, mask=m_row)
-        row = tl.where(m_row, row.to(tl.float32), 0.0)  # codes beyond the columns are not zero
 
-    # The dots' parts of this chunk and these columns; entries without a slot have no group that would write them.
-    first = (p * parts + part) * entries
-    idx = tl.load(p_idx + group, mask=m_g, other=0)
-    tl.store(p_dots + first + o_g, tl.zeros([G], tl.float32), mask=m_g & ((idx < 0) | (idx >= num_slots)))
-    if MODE is not None:
-        decay = tl.load(p_decay + group, mask=used, other=0.0)
-        tl.store(p_ddecay + first + o_g, tl.where(used, tl.sum(row * drow, axis=1), 0.0), mask=m_g)
-        drow *= decay[:, None]
-    tl.store(p_dots + first + entry, tl.sum(row * x, axis=1), mask=used)
-    drow = tl.fma(tl.broadcast_to(weight[:, None], drow.shape), x, drow)
-    longest = tl.max(length, axis=0)
-    for n in range(1, longest):
-        more = n < length
-        entry = tl.load(p_order + start + n, mask=more, other=0)
-        weight = tl.load(p_weight + entry, mask=more, other=0.0)
-        m_more = more[:, None] & m_d[None, :]
-        x = tl.load(p_x + (entry // N)[:, None] * D + o_d[None, :], mask=m_more, other=0.0)
-        tl.store(p_dots + first + entry, tl.sum(row * x, axis=1), mask=more)
-        drow = tl.fma(tl.broadcast_to(weight[:, None], drow.shape), x, drow)
-    tl.store(p_dM + at, drow.to(p_dM.dtype.element_ty), mask=m_row)
+@triton.jit
+def _row_numbers_kernel(
+    p_where,
+    p_payload,
+    p_rows,
+    p_table,
+    p_slot,
+    p_ordinal,
+    p_number,
+    num_slots,
+    steps,
+    rows_per_step,
+    DP,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    B: tl.constexpr,
+    TABLE: tl.constexpr,
+):
+    """All steps of one stream, the last one first: which row of the snapshot a group's slot had before the step.
+
+    That is the row that the step saved of a written slot, and else the one that `where` has; then `where` is told.
+    TABLE: the addresses of `where`, the payload, and the first step's rows in it stand in p_table.
+    """
+    if TABLE:
+        p_payload = from_table(p_payload, p_table, 2)
+        p_where = from_table(p_where, p_table, 4)
+        p_rows = from_table(p_rows, p_table, 5)
+    p = tl.program_id(0).to(tl.int64)
+    first = (p_rows.to(tl.int64) - p_payload.to(tl.int64)) // (
+        DP * (p_payload.dtype.element_ty.primitive_bitwidth // 8)
+    )
+    for back in range(0, steps):
+        step = steps - 1 - back
+        rows = (first + step.to(tl.int64) * rows_per_step + p * E).to(tl.int32)
+        chunk = (step * tl.num_programs(0) + p) * F
+        for start in range(0, F, B):
+            o_g = start + tl.arange(0, B)
+            slot = tl.load(p_slot + chunk + o_g, mask=o_g < F, other=-1)
+            ordinal = tl.load(p_ordinal + chunk + o_g, mask=o_g < F, other=-1)
+            used = (slot >= 0) & (slot < num_slots)
+            number = tl.load(p_where + slot, mask=used & (ordinal < 0), other=-1)
+            tl.store(p_number + chunk + o_g, tl.where(ordinal < 0, number, rows + ordinal), mask=o_g < F)
+            tl.store(p_where + slot, rows + ordinal, mask=used & (ordinal >= 0))
+        tl.debug_barrier()  # other threads read what was stored, in the next step
+
+
+@triton.jit
+def _entry_weights_kernel(
+    p_keys,
+    p_k_eff,
+    p_q_w,
+    p_beta,
+    p_source,
+    p_weight,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """B places of one chunk: where an entry finds du or dy, and what it brings of it."""
+    entries: tl.constexpr = C * (W + R)
+    chunk = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * B + tl.arange(0, B)
+    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
+    held = entry >= 0
+    token, read, own = _parts(tl.maximum(entry, 0), W, R)
+    beta = tl.load(p_beta + chunk * C + token, mask=held & ~read, other=0.0)
+    write_weight = -beta * tl.load(p_k_eff + chunk * (C * W) + own, mask=held & ~read, other=0.0)
+    read_weight = tl.load(p_q_w + chunk * (C * R) + own, mask=held & read, other=0.0)
+    weight = tl.where(read, read_weight, write_weight)
+    tl.store(p_weight + chunk * entries + place, weight, mask=held)
+    tl.store(p_source + chunk * entries + place, 2 * token + read.to(tl.int32), mask=held)
+
+
+@triton.jit
+def _entry_dots_kernel(
+    p_keys,
+    p_dots,
+    p_beta,
+    p_dk_eff,
+    p_dq_w,
+    parts,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """B places of one chunk: each dot is its parts' sum, in order, and goes to its write, times -beta, or its read."""
+    entries: tl.constexpr = C * (W + R)
+    chunk = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * B + tl.arange(0, B)
+    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
+    held = entry >= 0
+    token, read, own = _parts(tl.maximum(entry, 0), W, R)
+    p_dots += chunk * parts * entries + place
+    dot = tl.load(p_dots, mask=held, other=0.0)
+    for part in range(1, parts):
+        dot += tl.load(p_dots + part * entries, mask=held, other=0.0)
+    beta = tl.load(p_beta + chunk * C + token, mask=held & ~read, other=0.0)
+    tl.store(p_dk_eff + chunk * (C * W) + own, -beta * dot, mask=held & ~read)
+    tl.store(p_dq_w + chunk * (C * R) + own, dot, mask=held & read)
 
 
 @triton.jit
@@ -177,11 +323,13 @@ class GradientGatherConfig:
     warps: int
 
     @staticmethod
-    def from_shapes(writes: int, head_dim: int) -> GradientGatherConfig:
-        # The shape that was best for the forward's gather on an H200.
+    def from_shapes(chunk: int, writes: int, head_dim: int) -> GradientGatherConfig:
+        # Measured on an H200, us per step at a chunk of 64 with 2 streams of 1024 columns, and at one of 256 with 8:
+        # 6.9 and 130 with 64 columns, 8.1 and 138 with 128, 13.3 and 240 with 256. A long chunk takes half as many
+        # parts of its dots, as memory bounds its slabs.
         return GradientGatherConfig(
             rows=min(32, triton.next_power_of_2(writes)),
-            columns=min(64, triton.next_power_of_2(head_dim)),
+            columns=min(64 if chunk <= 128 else 128, triton.next_power_of_2(head_dim)),
             warps=1,
         )
 
@@ -192,19 +340,23 @@ class GradientGatherConfig:
 
 @dataclass(frozen=True)
 class SlotRowsConfig:
-    groups: int
+    groups: int  # at a time
+    tiles: int  # one after the other
     columns: int
     warps: int
+    registers: int | None = None  # per thread, at most
 
     @staticmethod
-    def from_shapes(chunk: int, head_dim: int) -> SlotRowsConfig:
-        # The shapes that were best for the forward's write by group on an H200.
-        columns = min(1024, max(2, triton.next_power_of_2(head_dim)))  # int4 packs two
-        if head_dim % columns and head_dim > 256:
-            columns = 256
+    def from_shapes(head_dim: int) -> SlotRowsConfig:
+        columns = min(512, max(2, triton.next_power_of_2(head_dim)))  # int4 packs two
         if columns <= 128:
-            return SlotRowsConfig(groups=2048 // columns, columns=columns, warps=4)
-        return SlotRowsConfig(groups=1024 // columns, columns=columns, warps=1 if chunk <= 64 else 2)
+            return SlotRowsConfig(groups=512 // columns, tiles=2, columns=columns, warps=2)
+        if columns <= 256:
+            return SlotRowsConfig(groups=1, tiles=1, columns=columns, warps=1)
+        # Measured on an H200, us per step at a chunk of 64 with 2 streams of 1024 columns, at one of 256 with 4, and at
+        # one of 64 with 4 of 768: 29.7, 295 and 43.1; 30.9, 425 and 49.5 with one tile, 30.5, 329 and 48.0 with as many
+        # registers as it asks for, 34.6, 400 and 47.9 with 256 columns, 31.1, 321 and 48.4 with 1024.
+        return SlotRowsConfig(groups=1, tiles=4, columns=columns, warps=1, registers=80)
 
     def parts(self, head_dim: int) -> int:
         """How many parts a dot over the columns has."""
@@ -212,21 +364,29 @@ class SlotRowsConfig:
 
 
 class Banks(NamedTuple):
-    """What a backward step updates in place; contiguous. With a table, kernels take both addresses from there."""
+    """What the steps of a backward read and update; contiguous.
 
-    dM: Tensor  # [num_slots, D] the gradient, in the bank's dtype or float32
-    bank: Tensor  # [num_slots, D]
-    table: Tensor | None = None  # [2] int64 their addresses, multiples of 16
+    With a table, kernels take the addresses of dM, the bank, the payload and the scales from its entries 0 to 3, and
+    from these tensors the dtypes and shapes alone.
+    """
+
+    dM: Tensor  # [num_slots, D] the gradient, in the bank's dtype or float32; updated
+    bank: Tensor  # [num_slots, D] the final one
+    snapshot: StepRows  # of all steps
+    table: Tensor | None = None  # [ADDRESSES] int64, multiples of 16
 
 
 class SlotEntries(NamedTuple):
-    """A step's entries, writes or reads, grouped by slot as `ChunkFields` groups the writes; E = C * N. Contiguous."""
+    """A step's writes and reads, F = C * (W + R), grouped by slot (see `SlotGroups`). Contiguous."""
 
-    idx: Tensor  # [P, C, N] int32
-    weights: Tensor  # [P, C, N] float32
-    order: Tensor  # [P, E] int32
-    start: Tensor  # [P, E + 1] int32
-    slot: Tensor  # [P, E] int32
+    start: Tensor  # [P, F + 1] int32
+    slot: Tensor  # [P, F] int32
+    lead: Tensor  # [P, F] int32
+    ordinal: Tensor  # [P, F] int32
+    number: Tensor  # [P, F] int32, the snapshot's row of each group's slot before the step; -1: it is the final bank's
+    sources: Tensor  # [P, F] int32, by place: 2 * the entry's token, and one more for a read
+    weights: Tensor  # [P, F] float32, by place, see `entry_weights_call`
+    group_decay: Tensor  # [P, E] float32
 
 
 def gradient_gather_call(
@@ -246,7 +406,7 @@ def gradient_gather_call(
     """
     streams, chunk, writes = k_idx.shape
     num_slots, width = banks.dM.shape
-    config = config or GradientGatherConfig.from_shapes(writes, width)
+    config = config or GradientGatherConfig.from_shapes(chunk, writes, width)
     table = banks.dM if banks.table is None else banks.table
     tensors = (banks.dM, table, k_idx, write_w, delta, gathered, dwrite_w)
     options = dict(
@@ -261,69 +421,106 @@ def gradient_gather_call(
     return KernelCall(_gradient_gather_kernel, grid, (*tensors, num_slots, width), options)
 
 
-def write_side_call(
-    banks: Banks,
-    writes: SlotEntries,
-    dretrieved: Tensor,
-    rows: StepRows,
-    group_decay: Tensor,
-    dgroup_decay: Tensor,
-    dk_eff: Tensor,
-    config: SlotRowsConfig | None = None,
-) -> KernelCall:
-    """The written slots: bank[s] = M0[s], dM[s] = decay dM[s] + sum of weight dretrieved_i, each rounded once.
-
-    Args:
-        writes: weights are k_eff. dretrieved: [P, C, D] float32. group_decay: [P, E] float32. Contiguous.
-        dgroup_decay: receives [P, parts, E] float32, the parts of <M0[s], dM[s]> of every group.
-        dk_eff: receives [P, parts, E] float32, the parts of <M0[s], dretrieved_i> of every write.
-    """
-    return _slot_rows_call(banks, writes, dretrieved, rows, group_decay, dgroup_decay, dk_eff, config)
-
-
-def read_side_call(
-    banks: Banks, reads: SlotEntries, dy: Tensor, dq_w: Tensor, config: SlotRowsConfig | None = None
-) -> KernelCall:
-    """The read slots: dM[s] += sum of weight dy_i, rounded once.
-
-    Args:
-        reads: weights are q_w. dy: [P, C, D] float32. Contiguous.
-        dq_w: receives [P, parts, C * R] float32, the parts of <bank[s], dy_i> of every read.
-    """
-    return _slot_rows_call(banks, reads, dy, None, dq_w, dq_w, dq_w, config)
-
-
-def _slot_rows_call(
+def slot_rows_call(
     banks: Banks,
     entries: SlotEntries,
-    x: Tensor,
-    rows: StepRows | None,
-    decay: Tensor,
-    ddecay: Tensor,
+    du: Tensor,
+    dy: Tensor,
+    dgroup_decay: Tensor,
     dots: Tensor,
-    config: SlotRowsConfig | None,
+    early: bool = False,
+    config: SlotRowsConfig | None = None,
 ) -> KernelCall:
-    streams, chunk, each = entries.idx.shape
-    num_slots, width = banks.dM.shape
-    config = config or SlotRowsConfig.from_shapes(chunk, width)
+    """The rows of the step's slots: dM[s] = decay dM[s] + sum of weight du_i or dy_i, rounded once.
+
+    Args:
+        du, dy: [P, C, D] float32, contiguous, for the writes and for the reads.
+        dgroup_decay: receives [P, parts, E] float32, the parts of <M0[s], dM[s]> of every written slot.
+        dots: receives [P, parts, F] float32, those of <M0[s], du_i or dy_i> of every entry, in the order of the keys.
+
+    What the last two hold for groups and entries without a slot stays. `early`: see the kernel.
+    """
+    streams, chunk, width = du.shape
+    num_slots, writes = banks.dM.shape[0], entries.group_decay.shape[1] // chunk
+    reads = entries.slot.shape[1] // chunk - writes
+    config = config or SlotRowsConfig.from_shapes(width)
     table = banks.dM if banks.table is None else banks.table
-    payload, scales, mode = rows or (banks.bank, banks.bank, None)
-    tensors = (banks.dM, banks.bank, table, addressable(payload), scales, entries.idx, entries.weights, x)
-    groups = (entries.order, entries.start, entries.slot, decay, ddecay, dots)
+    payload, scales, mode = banks.snapshot
     options = dict(
         C=chunk,
-        N=each,
+        W=writes,
+        R=reads,
         G=config.groups,
+        TILES=config.tiles,
         BD=config.columns,
         TABLE=banks.table is not None,
         MODE=mode,
         SCALED=mode in SCALED_MODES,
+        EARLY=early,
         num_warps=config.warps,
+        maxnreg=config.registers,
         enable_fp_fusion=True,
+        launch_pdl=early,
     )
     # One dimension of a grid takes more than 65535 programs.
-    grid = (streams * triton.cdiv(chunk * each, config.groups) * config.parts(width),)
-    return KernelCall(_slot_rows_kernel, grid, (*tensors, *groups, num_slots, width, payload.shape[1]), options)
+    blocks = triton.cdiv(chunk * (writes + reads), config.groups * config.tiles)
+    tensors = (banks.dM, banks.bank, addressable(payload), scales, table, *entries, du, dy, dgroup_decay, dots)
+    grid = (streams * blocks * config.parts(width),)
+    return KernelCall(_slot_rows_kernel, grid, (*tensors, num_slots, width, payload.shape[1]), options)
+
+
+def row_numbers_call(
+    where: Tensor,
+    payload: Tensor,
+    rows: Tensor,
+    table: Tensor | None,
+    slot: Tensor,
+    ordinal: Tensor,
+    numbers: Tensor,
+    *,
+    rows_per_step: int,
+    rows_per_stream: int,
+) -> KernelCall:
+    """Fills numbers [steps, P, F] int32 for slot and ordinal of as many groups; see `SlotEntries`.
+
+    Args:
+        where: [num_slots] int32, the row of the snapshot that the next later step saved, -1 for none; updated.
+        payload: [rows, *] the snapshot's of all steps and streams. rows: its part from the first of these steps and
+            streams on. With a `table` both addresses, and that of `where`, come from its entries 2, 5 and 4.
+        rows_per_step, rows_per_stream: of the payload, of all streams of a step and of one of them.
+    """
+    steps, streams, entries = slot.shape
+    payload, rows = addressable(payload), addressable(rows)
+    block = min(1024, triton.next_power_of_2(entries))
+    options = dict(E=rows_per_stream, F=entries, B=block, TABLE=table is not None, num_warps=4)
+    tensors = (where, payload, rows, where if table is None else table, slot, ordinal, numbers)
+    args = (*tensors, where.shape[0], steps, rows_per_step, payload.shape[1])
+    return KernelCall(_row_numbers_kernel, (streams,), args, options)
+
+
+def entry_weights_call(
+    keys: Tensor, k_eff: Tensor, q_w: Tensor, beta: Tensor, sources: Tensor, weights: Tensor
+) -> KernelCall:
+    """Fills `sources` [N, F] int32, see `SlotEntries`, and `weights` [N, F] float32: -k_eff beta of a write, q_w of a
+    read; in the order of the keys [N, F].
+
+    k_eff [N, C, W], q_w [N, C, R] and beta [N, C, 1], contiguous float32. Stays where there is no slot.
+    """
+    chunks, chunk, writes = k_eff.shape
+    options = dict(C=chunk, W=writes, R=q_w.shape[2], B=PLACES, num_warps=1, enable_fp_fusion=False)
+    grid = (triton.cdiv(keys.shape[1], PLACES), chunks)
+    return KernelCall(_entry_weights_kernel, grid, (keys, k_eff, q_w, beta, sources, weights), options)
+
+
+def entry_dots_call(keys: Tensor, dots: Tensor, beta: Tensor, dk_eff: Tensor, dq_w: Tensor) -> KernelCall:
+    """Fills dk_eff [N, C, W] and dq_w [N, C, R] from dots [N, parts, F] in the order of the keys [N, F].
+
+    A write's dot is taken times -beta [N, C, 1]. All contiguous; float32. Stays where there is no slot.
+    """
+    chunks, chunk, writes = dk_eff.shape
+    options = dict(C=chunk, W=writes, R=dq_w.shape[2], B=PLACES, num_warps=1, enable_fp_fusion=False)
+    grid = (triton.cdiv(keys.shape[1], PLACES), chunks)
+    return KernelCall(_entry_dots_kernel, grid, (keys, dots, beta, dk_eff, dq_w, dots.shape[1]), options)
 
 
 def sum_parts_call(parts: Tensor, out: Tensor) -> KernelCall:

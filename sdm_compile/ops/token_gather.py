@@ -49,9 +49,7 @@ def _empty_token_gather_outputs(bank: Tensor, k_idx: Tensor) -> tuple[Tensor, Te
     return empty(shape, bank, dtype), empty(shape, bank, dtype)
 
 
-def _token_gather_cpu(
-    bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
-) -> tuple[Tensor, Tensor]:
+def _token_gather_cpu(bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor) -> tuple[Tensor, Tensor]:
     _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
     check_ids_in_bank(bank.shape[0], k_idx=k_idx, q_idx=q_idx)
     outs = _empty_token_gather_outputs(bank, k_idx)
@@ -60,9 +58,7 @@ def _token_gather_cpu(
     return outs
 
 
-def _token_gather_cuda(
-    bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
-) -> tuple[Tensor, Tensor]:
+def _token_gather_cuda(bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor) -> tuple[Tensor, Tensor]:
     from .token_gather_kernels import token_gather_call
 
     _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
@@ -72,9 +68,7 @@ def _token_gather_cuda(
     return outs
 
 
-def _token_gather_fake(
-    bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
-) -> tuple[Tensor, Tensor]:
+def _token_gather_fake(bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor) -> tuple[Tensor, Tensor]:
     _check_token_gather(bank, k_idx, k_eff, q_idx, q_w)
     return _empty_token_gather_outputs(bank, k_idx)
 
@@ -89,9 +83,7 @@ def _check_token_gather_bwd(
     check_devices(bank=bank, dretrieved=dretrieved, dinter=dinter)
 
 
-def _empty_token_gather_bwd_outputs(
-    bank: Tensor, k_eff: Tensor, q_w: Tensor, mask: list[bool]
-) -> tuple[Tensor, ...]:
+def _empty_token_gather_bwd_outputs(bank: Tensor, k_eff: Tensor, q_w: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
     """dbank, dk_eff, dq_w."""
     return empty_gradients((bank, k_eff, q_w), mask)
 
@@ -162,9 +154,7 @@ token_gather_op = register(
 )
 
 
-def token_gather(
-    bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor
-) -> tuple[Tensor, Tensor]:
+def token_gather(bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w: Tensor) -> tuple[Tensor, Tensor]:
     """One step's retrieved and inter rows. Equivalent code: `(k_eff[..., None] * bank[k_idx]).sum(-2)`, likewise q.
 
     Args:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import eviction_hint
+from .launch import eviction_hint, from_table
 
 
 @triton.jit
@@ -61,6 +61,7 @@ def _token_gather_kernel(
     p_inter,
     p_ordinal,
     p_snapshot,
+    p_kept,
     num_slots,
     D,
     C: tl.constexpr,
@@ -72,13 +73,18 @@ def _token_gather_kernel(
     TABLE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SAVE: tl.constexpr,
+    KEEP: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """TABLE: the bank's address stands in p_table. RESIDUAL: store u = beta (v - retrieved) instead of retrieved.
-    SAVE: store the raw rows that p_ordinal numbers within the chunk."""
+    """TABLE: the addresses of the bank, the snapshot and p_kept stand in p_table. RESIDUAL: store u = beta (v -
+    retrieved) instead of retrieved. SAVE: store the raw rows that p_ordinal numbers within the chunk. KEEP: store
+    retrieved into p_kept too."""
     if TABLE:
-        p_bank = tl.load(p_table).to(tl.pointer_type(p_bank.dtype.element_ty))
-        p_bank = tl.multiple_of(p_bank, 16)
+        p_bank = from_table(p_bank, p_table, 0)
+        if SAVE:
+            p_snapshot = from_table(p_snapshot, p_table, 1)
+        if KEEP:
+            p_kept = from_table(p_kept, p_table, 3)
     token = tl.program_id(1).to(tl.int64)
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -90,11 +96,11 @@ def _token_gather_kernel(
     if SAVE:
         p_snapshot += token // C * (C * W) * D
         p_ordinal += token * W
-        retrieved = _row_sum(
-            p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "", p_ordinal, p_snapshot
-        )
+        retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "", p_ordinal, p_snapshot)
     else:
         retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "")
+    if KEEP:
+        tl.store(p_kept + token * D + o_d, retrieved, mask=m_d)
     if RESIDUAL:
         v = tl.load(p_v + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         retrieved = tl.load(p_beta + token) * (v - retrieved)
@@ -131,13 +137,15 @@ def token_gather_call(
     retrieved: Tensor,
     inter: Tensor,
     saving: tuple[Tensor, Tensor] | None = None,
+    kept: Tensor | None = None,
 ) -> KernelCall:
     """One step: fills retrieved and inter [P, C, D] from contiguous inputs.
 
-    With `residual` = (v, beta) `retrieved` receives u = beta (v - retrieved). With a `table` the kernel takes the
-    bank's address from its first entry, and from `bank` the dtype and shape alone. With `saving` = (ordinals [P, C, W]
-    int32, snapshot [P * C * W, D] in the bank's dtype) row p * C * W + ordinal receives the write's raw row; an ordinal
-    is the group's at its slot's first write in the chunk, and -1 elsewhere.
+    With `residual` = (v, beta) `retrieved` receives u = beta (v - retrieved), and `kept` [P, C, D] what was retrieved.
+    With `saving` = (ordinals [P, C, W] int32, snapshot [P * C * W, D] in the bank's dtype) row p * C * W + ordinal
+    receives the write's raw row; an ordinal is the group's at its slot's first write in the chunk, and -1 elsewhere.
+    With a `table` the kernel takes the addresses of the bank, the snapshot and `kept` from its entries 0, 1 and 3, and
+    from these tensors the dtypes and shapes alone.
     """
     streams, chunk, writes = k_idx.shape
     reads, (num_slots, width) = q_idx.shape[2], bank.shape
@@ -146,7 +154,7 @@ def token_gather_call(
     ordinals, snapshot = saving or (k_idx, bank)
     tensors = (
         *(bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w),
-        *(v, beta, retrieved, inter, ordinals, snapshot),
+        *(v, beta, retrieved, inter, ordinals, snapshot, retrieved if kept is None else kept),
     )
     options = dict(
         C=chunk,
@@ -158,6 +166,7 @@ def token_gather_call(
         TABLE=table is not None,
         RESIDUAL=residual is not None,
         SAVE=saving is not None,
+        KEEP=kept is not None,
         EVICT=eviction_hint(bank, streams * chunk * (writes + reads)),
         num_warps=config.warps,
         enable_fp_fusion=True,

@@ -27,7 +27,7 @@ class Saved(NamedTuple):
     """
 
     retrieved: Tensor  # [steps, P, C, D], flattened [steps * P * C, D]
-    snapshot: Tensor  # [steps * P * E, *]
+    snapshot: Tensor  # [steps * P * E, *], undefined where there is no group
     scales: Tensor  # [steps * P * E] or [0]
     X: Tensor  # [steps, P, C, C]
     QX: Tensor  # [steps, P, C, C]

@@ -1,41 +1,48 @@
 """The write/read on CUDA: slabs of steps, each staged and coupled at once, its steps run one after the other.
 
-A slab's working memory is bounded, so that a call that saves nothing needs no more for a longer sequence; a batch whose
-single step would exceed the bound runs in groups of streams. Neither changes a bit of the result.
+A slab's working memory is bounded, so that beside what a saving call keeps, a longer sequence needs no more; a batch
+whose single step would exceed the bound runs in groups of streams. Neither changes a bit of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .bound import ALIGNMENT, MAX_GRID, KernelCall, each_step, launches_are_watched
-from .decay_write_kernels import Links, decay_write_by_token_call, decay_write_call, writes_by_token
+from .copy_kernels import copy_all
+from .decay_write_kernels import Links, announce, decay_write_by_token_call, decay_write_call, writes_by_token
 from .dual_matmul_kernels import lower_matmul_call
-from .launch import replay, run_plainly
+from .launch import StepAddress, StepLoop, memory_bytes, replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
 from .situation import Situation, current_situation
+from .snapshot import NO_ROWS, SnapshotPlan, StepRows, agreed_writer
 from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
 from .step_loop import run_in_order
 from .token_gather_kernels import token_gather_call
+from .write_read_bwd import Saved
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
+MAX_FORMS = 64  # of slabs, that are remembered
 SLABS = 4  # slabs that a call is cut into at least, as far as its steps go: one is prepared under another's steps
 
 
-def working_bytes(bank: Tensor, streams: int) -> int:
-    """Working memory that a call may take, for two slabs: more where the bank or the batch is larger, never with T."""
-    by_bank = min(bank.numel() * bank.element_size() * 7 // 10, 576 * 2**20)
-    return max(64 * 2**20, by_bank, streams * 4 * 2**20)
+def working_bytes(bank: Tensor, streams: int, training: bool) -> int:
+    """Working memory that a call may take, for two slabs: more where the bank or the batch is larger, never with T.
+
+    A training call keeps rows of gigabytes beside: it takes less.
+    """
+    least, share, most = (32, 0.8, 208) if training else (64, 0.7, 576)
+    by_bank = min(int(bank.numel() * bank.element_size() * share), most * 2**20)
+    return max(least * 2**20, by_bank, streams * (8 if training else 4) * 2**20)
 
 
 def slab_steps(limit: int, steps: int) -> int:
@@ -63,7 +70,20 @@ class Shape:
     num_slots: int
     dtype: torch.dtype
     precision: str
+
+    @staticmethod
+    def of(bank: Tensor, inputs: Sequence[Tensor], chunk: int) -> Shape:
+        """A slab of one step of one stream of a call."""
+        k_idx, _, _, _, g, q_idx, _ = inputs
+        sizes = (chunk, k_idx.shape[2], q_idx.shape[2], g.shape[2], bank.shape[1], bank.shape[0])
+        return Shape(1, 1, *sizes, bank.dtype, torch.get_float32_matmul_precision())
+
+
+@dataclass(frozen=True)
+class ForwardShape(Shape):
     by_token: bool = False  # which of the decay-and-write's kernels it takes
+    mode: str | None = None  # the form of the snapshot's rows; None: saves nothing
+    writer: str | None = None  # the stage that stores them
 
 
 class Slab(NamedTuple):
@@ -73,6 +93,7 @@ class Slab(NamedTuple):
     silent: Tensor  # [steps, P, C] int8
     fields: ChunkFields
     scratch: Phase1Scratch
+    ordinals: Tensor | None  # [steps, P, C, W] int32, see `token_gather_call`
     X: Tensor  # [steps, P, C, C]
     QX: Tensor
     u: Tensor  # [steps, P, C, D] float32
@@ -80,7 +101,9 @@ class Slab(NamedTuple):
     delta: Tensor  # [P, C, D] float32
 
 
-def _empty_slab(like: Tensor, shape: Shape) -> Slab:
+@lru_cache(maxsize=MAX_FORMS)
+def _slab_form(shape: ForwardShape) -> Slab:
+    like = torch.empty(0, dtype=shape.dtype, device="meta")
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
     chunks = shape.steps * shape.streams
@@ -91,6 +114,7 @@ def _empty_slab(like: Tensor, shape: Shape) -> Slab:
         silent=make(lead, dtype=torch.int8),
         fields=empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32),
         scratch=empty_phase1_scratch(chunks, shape.chunk * shape.writes, like),
+        ordinals=make((*lead, shape.writes), dtype=torch.int32) if shape.writer == "gather" else None,
         X=make((*lead, shape.chunk), dtype=torch.float32),
         QX=make((*lead, shape.chunk), dtype=torch.float32),
         u=make((*lead, shape.head_dim), dtype=torch.float32),
@@ -99,25 +123,57 @@ def _empty_slab(like: Tensor, shape: Shape) -> Slab:
     )
 
 
-def step_bytes(like: Tensor, shape: Shape) -> int:
-    """Working memory of one step of a slab of this shape."""
-    slab = _empty_slab(like.new_empty(0, device="meta"), replace(shape, steps=1))
-    return sum(x.numel() * x.element_size() for x in tree_leaves(slab))
+@lru_cache(maxsize=MAX_FORMS)
+def _slab_bytes(shape: ForwardShape) -> int:
+    return memory_bytes(_slab_form(shape))
+
+
+class Saving(NamedTuple):
+    """What a saving call fills beside its outputs, of the streams at hand; by step."""
+
+    saved: Saved  # [steps, P, *], and of the snapshot [steps, P * E, *]
+    mode: str
+    declared: SnapshotPlan
+
+    def rows_of_write(self, step: int) -> StepRows | None:
+        """What the write stage is given of a step to store rows in."""
+        if self.declared.writer != "write":
+            return None
+        return StepRows(self.saved.snapshot[step], self.saved.scales[step], self.mode)
 
 
 class _SlabStages:
-    """The stages of a slab's steps as launches. With a table the bank's address comes from there."""
+    """The stages of a slab's steps as launches. With a table the addresses of what is the call's come from there.
 
-    def __init__(self, bank: Tensor, table: Tensor | None, slab: Slab, shape: Shape) -> None:
+    first: the slab's first step among those of the call.
+    """
+
+    def __init__(
+        self,
+        bank: Tensor,
+        table: Tensor | None,
+        slab: Slab,
+        shape: ForwardShape,
+        saving: Saving | None = None,
+        first: int = 0,
+    ) -> None:
         staged, fields = slab.staged, slab.fields
         early = shape.by_token and bank.is_cuda  # Triton's interpreter knows no early launch
         by_step = (shape.steps, shape.streams, shape.chunk * shape.writes)
         leads = [x.view(by_step) for x in (slab.scratch.lead_value, slab.scratch.lead_index)]
 
+        def entry(step: int) -> Tensor | None:
+            return None if table is None else table[step]
+
         def gather(step: int) -> KernelCall:
             rows = (staged.k_idx[step], fields.k_eff[step], staged.q_idx[step], fields.q_w[step])
             residual = (staged.v[step], staged.beta[step])
-            return token_gather_call(bank, table, *rows, residual, slab.u[step], slab.inter[step])
+            stash, kept = None, None
+            if saving is not None:
+                kept = saving.saved.retrieved[first + step]
+                if slab.ordinals is not None:
+                    stash = (slab.ordinals[step], saving.saved.snapshot[first + step])
+            return token_gather_call(bank, entry(step), *rows, residual, slab.u[step], slab.inter[step], stash, kept)
 
         def dual_matmul(step: int) -> KernelCall:
             return lower_matmul_call(slab.X[step], slab.u[step], slab.delta, bank.dtype, early=early)
@@ -125,9 +181,10 @@ class _SlabStages:
         def write(step: int) -> KernelCall:
             if shape.by_token:
                 links = Links(staged.k_idx[step], fields.write_w[step], leads[0][step], leads[1][step])
-                return decay_write_by_token_call(bank, table, slab.delta, links, early)
+                return decay_write_by_token_call(bank, entry(step), slab.delta, links, early)
             groups = StepGroups(*(getattr(fields, name)[step] for name in StepGroups._fields))
-            return decay_write_call(bank, table, slab.delta, groups, [x[step] for x in leads])
+            rows = None if saving is None else saving.rows_of_write(first + step)
+            return decay_write_call(bank, entry(step), slab.delta, groups, [x[step] for x in leads], rows)
 
         self.gather, self.dual_matmul, self.write = (
             each_step(call, shape.steps) for call in (gather, dual_matmul, write)
@@ -138,29 +195,59 @@ class _SlabLoop:
     """One slab's launches, on some of a call's streams and tokens."""
 
     def __init__(
-        self, bank: Tensor, inputs: Sequence[Tensor], readings: Tensor, shape: Shape, first_token: int
+        self,
+        bank: Tensor,
+        inputs: Sequence[Tensor],
+        readings: Tensor,
+        shape: ForwardShape,
+        first: int,
+        saving: Saving | None,
+        count_repeats: bool,
     ) -> None:
-        self.bank, self.inputs, self.readings = bank, inputs, readings
-        self.signature, self.first_token = shape, first_token
+        self.bank, self.inputs, self.readings, self.saving = bank, inputs, readings, saving
+        self.signature, self.first = shape, first
+        self.repeats = repeat_count(bank.device) if count_repeats else None
 
-    def make_memory(self) -> Slab:
-        slab = _empty_slab(self.bank, self.signature)
+    @property
+    def length(self) -> int:
+        return self.signature.steps
+
+    def addresses(self) -> list[StepAddress]:
+        if self.saving is None:
+            return [StepAddress(self.bank.data_ptr())]
+        saved = self.saving.saved
+        of_steps = (saved.snapshot, saved.scales, saved.retrieved)
+        return [StepAddress(self.bank.data_ptr()), *(step_address(x, self.first) for x in of_steps)]
+
+    def memory_form(self) -> Slab:
+        return _slab_form(self.signature)
+
+    @property
+    def memory_bytes(self) -> int:
+        return _slab_bytes(self.signature)
+
+    def clear(self, slab: Slab) -> None:
         for ids in (slab.staged.k_idx, slab.staged.q_idx, slab.fields.group_slot):
             ids.fill_(-1)
-        return slab
 
     def stage(self, slab: Slab) -> None:
-        repeats = repeat_count(self.bank.device)
-        launch_stage_inputs(self.inputs, slab.staged, slab.silent, repeats, self.bank.shape[0], self.first_token)
+        first_token = self.first * self.signature.chunk
+        launch_stage_inputs(self.inputs, slab.staged, slab.silent, self.repeats, self.bank.shape[0], first_token)
 
-    def couple(self, slab: Slab) -> None:
+    def couple(self, slab: Slab, table: Tensor | None) -> None:
         staged, fields = slab.staged, slab.fields
         inputs = (staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val)
-        launch_phase1(*inputs, fields, slab.scratch, self.signature.by_token)
+        launch_phase1(*inputs, fields, slab.scratch, self.signature.by_token, slab.ordinals)
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
-        run_in_order(_SlabStages(self.bank, table, slab, self.signature), self.signature.steps)
+        stages = _SlabStages(self.bank, table, slab, self.signature, self.saving, self.first)
+        run_in_order(stages, self.signature.steps)
+
+    concludes = False
+
+    def conclude(self, slab: Slab) -> None:
+        """Nothing."""
 
     def read(self, slab: Slab) -> None:
         lower_matmul_call(
@@ -169,55 +256,103 @@ class _SlabLoop:
             self.readings,
             self.bank.dtype,
             plus=slab.inter.flatten(0, 1),
-            unstage=(self.first_token, self.signature.streams),
-        ).launch()
+            unstage=(self.first * self.signature.chunk, self.signature.streams),
+        ).launch_again()
+        if self.saving is not None:
+            made = {**slab.fields._asdict(), "X": slab.X, "QX": slab.QX}
+            steps = slice(self.first, self.first + self.length)
+            kept = {name: x[steps] for name, x in self.saving.saved._asdict().items() if name in made}
+            copy_all(list(kept.values()), [made[name] for name in kept])
 
 
-def write_read_cuda(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> str:
-    """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous. Saves nothing.
+def step_address(x: Tensor, first: int) -> StepAddress:
+    """Of x [steps, *], from the step `first` on."""
+    return StepAddress(x.data_ptr() + first * x.stride(0) * x.element_size(), x.stride(0) * x.element_size())
 
-    Returns the route: which kernel writes the bank's rows.
+
+def write_read_cuda(
+    bank: Tensor,
+    inputs: Sequence[Tensor],
+    chunk_size: int,
+    readings: Tensor,
+    saving: Saving | None = None,
+    count_repeats: bool = True,
+) -> str:
+    """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous.
+
+    saving: what to keep for a backward, all contiguous. Returns the route: which kernel writes the bank's rows.
     """
-    capturing = current_situation(bank.device) is Situation.CAPTURING
-    # A bank at an odd address would need kernels of its own in every captured loop.
-    plain = capturing or launches_are_watched() or bank.data_ptr() % ALIGNMENT != 0
-    run = run_plainly if plain else replay
-    groups = list(call_loops(bank, inputs, chunk_size, readings))
-    run(groups, bank)
+    groups = list(call_loops(bank, inputs, chunk_size, readings, saving, count_repeats))
+    run_loops(groups, bank)
     return "triton by token" if groups and groups[0][0].signature.by_token else "triton by group"
 
 
-def call_loops(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int, readings: Tensor) -> Iterator[list[_SlabLoop]]:
+def run_loops(groups: Sequence[Sequence[StepLoop]], *banks: Tensor) -> None:
+    """Runs loops one after the other, as the situation asks for; `banks` are what a table would have to address."""
+    device = banks[0].device
+    capturing = current_situation(device) is Situation.CAPTURING
+    # A bank at an odd address would need kernels of its own in every captured loop.
+    odd = any(bank.data_ptr() % ALIGNMENT for bank in banks)
+    run = run_plainly if capturing or launches_are_watched() or odd else replay
+    run(groups, device)
+
+
+def call_loops(
+    bank: Tensor,
+    inputs: Sequence[Tensor],
+    chunk_size: int,
+    readings: Tensor,
+    saving: Saving | None = None,
+    count_repeats: bool = True,
+) -> Iterator[list[_SlabLoop]]:
     """A call's slabs in order: one list for each group of streams."""
-    k_idx, _, _, _, g, q_idx, _ = inputs
-    streams, tokens, writes = k_idx.shape
+    shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)))
+    declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
+    for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None):
+        part = tuple(x[streams] for x in inputs)
+        count = part[0].shape[0]
+        saved = None if saving is None else saving._replace(saved=of_streams(saving.saved, streams))
+        rows = None if saved is None else saved.rows_of_write(0)
+        writer = agreed_writer(declared, announce(rows, keeps_rows=saving is not None))
+        by_token = rows is None and writes_by_token(bank, count, chunk_size, shape.writes)
+        of_part = replace(shape, streams=count, by_token=by_token, mode=mode, writer=writer)
+        yield [
+            _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, count_repeats)
+            for first, n in steps
+        ]
+
+
+def of_streams(saved: Saved, streams: slice) -> Saved:
+    """Of what all streams [P] saved, what some of them did; the snapshot's rows by step, too."""
+    steps, all_streams, _ = saved.order.shape
+    rows = {name: getattr(saved, name) for name in ("snapshot", "scales")}
+    rows = {name: x.view(steps, all_streams, len(x) // (steps * all_streams), *x.shape[1:]) for name, x in rows.items()}
+    parts = {name: x[:, streams] for name, x in {**saved._asdict(), **rows}.items()}
+    return Saved(**{name: x.flatten(1, 2) if name in rows else x for name, x in parts.items()})
+
+
+Cut = tuple[slice, list[tuple[int, int]]]
+
+
+def cut(shape: Shape, bank: Tensor, inputs: Sequence[Tensor], step_bytes: int, training: bool) -> Iterator[Cut]:
+    """Groups of a call's streams, and the first step and the steps of each one's slabs, in order.
+
+    step_bytes: working memory of one step of one stream. A slab has a power of two of steps, and what is left at the
+    end a half, a quarter and so on of it.
+    """
+    streams, tokens, _ = inputs[0].shape
     if not streams or not tokens:
         return
-    shape = Shape(
-        *(1, 1, chunk_size, writes, q_idx.shape[2], g.shape[2], bank.shape[1], bank.shape[0], bank.dtype),
-        precision=torch.get_float32_matmul_precision(),
-    )
-    limit = working_bytes(bank, streams) // 2 // step_bytes(bank, shape)  # steps of one stream
-    group = max(1, min(streams, limit, MAX_GRID // chunk_size))
+    limit = working_bytes(bank, streams, training) // 2 // step_bytes  # steps of one stream
+    most = max(1, min(streams, limit, MAX_GRID // shape.chunk))
+    group = -(-streams // -(-streams // most))  # as even as it goes
     for p in range(0, streams, group):
-        part = tuple(x[p : p + group] for x in inputs)
-        count = part[0].shape[0]
-        slab_shape = replace(
-            shape,
-            steps=slab_steps(min(limit, MAX_GRID) // count, num_steps(tokens, chunk_size)),
-            streams=count,
-            by_token=writes_by_token(bank, count, chunk_size, writes),
-        )
-        yield _slab_loops(bank, part, readings[p : p + group], slab_shape)
-
-
-def _slab_loops(bank: Tensor, inputs: Sequence[Tensor], readings: Tensor, shape: Shape) -> list[_SlabLoop]:
-    """A call's slabs of this shape; a short rest is padded to a half, a quarter and so on of its steps."""
-    loops, first, left = [], 0, num_steps(inputs[0].shape[1], shape.chunk)
-    while left > 0:
-        while shape.steps // 2 >= left:
-            shape = replace(shape, steps=shape.steps // 2)
-        loops.append(_SlabLoop(bank, inputs, readings, shape, first * shape.chunk))
-        first += shape.steps
-        left -= shape.steps
-    return loops
+        count = min(group, streams - p)
+        left = num_steps(tokens, shape.chunk)
+        steps, first, slabs = slab_steps(min(limit, MAX_GRID) // count, left), 0, []
+        while left > 0:
+            while steps > left:
+                steps //= 2
+            slabs.append((first, steps))
+            first, left = first + steps, left - steps
+        yield slice(p, p + count), slabs

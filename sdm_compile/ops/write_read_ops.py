@@ -6,13 +6,13 @@ inference). `write_read` chooses between them; SPEC sections 1 to 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .checks import (
-    UnsupportedConfigurationError,
     accumulate_dtype,
     check_chunk_size,
     check_contiguous_bank,
@@ -27,7 +27,15 @@ from .dispatch import Dispatch, record
 from .layout import ChunkFields, StepGroups, empty, empty_gradients, num_steps, wanted_gradients
 from .registry import register
 from .situation import current_situation
-from .snapshot import SnapshotPlan, check_mode, empty_snapshot, plan_snapshot
+from .snapshot import (
+    COMPACT,
+    Announcement,
+    agreed_writer,
+    check_mode,
+    check_rows,
+    empty_snapshot,
+    plan_snapshot,
+)
 from .staging import stage_inputs, unstage_readings
 from .step_loop import Coupled, couple, run_steps
 from .write_read_bwd import Saved, write_read_backward_cpu
@@ -55,6 +63,13 @@ def empty_readings(memory: Tensor, k_idx: Tensor) -> Tensor:
 def _empty_call_snapshot(memory: Tensor, k_idx: Tensor, chunk_size: int, mode: str) -> tuple[Tensor, Tensor]:
     streams, tokens, writes = k_idx.shape
     return empty_snapshot(num_steps(tokens, chunk_size) * streams * chunk_size * writes, memory, mode)
+
+
+def _check_saving(memory: Tensor, k_idx: Tensor, chunk_size: int, mode: str) -> None:
+    """A backward can follow a call that saves rows in this mode."""
+    check_mode("snapshot_quant", mode, memory.dtype)
+    streams, tokens, writes = k_idx.shape
+    check_rows(num_steps(tokens, chunk_size) * streams * chunk_size * writes, memory.device)
 
 
 def empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, mode: str) -> Saved:
@@ -92,15 +107,18 @@ def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: T
 
 
 def record_call(
-    kind: str, op: str, memory: Tensor, inputs: Inputs, chunk_size: int, plan: SnapshotPlan, route: str
+    kind: str, op: str, bank: Tensor, inputs: Inputs, chunk_size: int, route: str, saving: bool, mode: str = "none"
 ) -> None:
+    """Keeps what a forward or backward call decided, for `last_dispatch`."""
     streams, tokens, writes = inputs[0].shape
+    situation = current_situation(bank.device)
+    plan = plan_snapshot(saving, mode, situation)
     record(
         kind,
         Dispatch(
             op=op,
             route=route,
-            situation=current_situation(memory.device),
+            situation=situation,
             layout=plan.layout,
             writer=plan.writer,
             steps=num_steps(tokens, chunk_size),
@@ -109,25 +127,13 @@ def record_call(
             writes=writes,
             reads=inputs[5].shape[2],
             chunk_size=chunk_size,
-            head_dim=memory.shape[1],
-            num_slots=memory.shape[0],
+            head_dim=bank.shape[1],
+            num_slots=bank.shape[0],
         ),
     )
 
 
-def record_backward(op: str, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, route: str = "cpu") -> None:
-    plan = plan_snapshot(True, mode, current_situation(bank.device))
-    record_call("backward", op, bank, inputs, chunk_size, plan, route)
-
-
-def record_forward(
-    op: str, bank: Tensor, inputs: Inputs, chunk_size: int, saving: bool, mode: str = "none", route: str = "cpu"
-) -> None:
-    plan = plan_snapshot(saving, mode, current_situation(bank.device))
-    record_call("forward", op, bank, inputs, chunk_size, plan, route)
-
-
-def forward_cpu(
+def _forward_cpu(
     bank: Tensor,
     inputs: Inputs,
     chunk_size: int,
@@ -136,12 +142,6 @@ def forward_cpu(
     count_repeats: bool = True,
 ) -> tuple[Tensor, Tensor, Coupled]:
     """Advances `bank` over all steps: readings [P, T, D], the retrieved rows, and what Phase 1 and the solve made."""
-    plan = plan_snapshot(snapshot is not None, mode, current_situation(bank.device))
-    if plan.writer not in (None, "write"):
-        raise UnsupportedConfigurationError(
-            f"the {plan.writer} stage would store this call's snapshot, which it does not do on {bank.device.type}; "
-            "call without a gradient, or outside a graph capture"
-        )
     staged = stage_inputs(
         *inputs, num_slots=bank.shape[0], dtype=bank.dtype, chunk_size=chunk_size, count_repeats=count_repeats
     )
@@ -158,41 +158,126 @@ def forward_cpu(
     return unstage_readings(readings, inputs[0].shape[1]), retrieved, coupled
 
 
-def save_cpu(
-    bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
-) -> tuple[Tensor, Saved]:
-    """`forward_cpu` that keeps what a backward needs: readings, and that, flattened."""
-    snapshot = _empty_call_snapshot(bank, inputs[0], chunk_size, mode)
-    for tensor in snapshot:
-        tensor.zero_()  # rows of unused groups are outputs too, and every output is reproducible
-    readings, retrieved, coupled = forward_cpu(bank, inputs, chunk_size, snapshot, mode, count_repeats)
-    return readings, _saved(retrieved, *snapshot, coupled.X, coupled.QX, coupled.fields)
+class Route(Protocol):
+    """The write/read on one kind of device. Banks are contiguous and advanced in place."""
+
+    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
+        """Advances `bank` over all steps: readings [P, T, D], and the name of the route taken."""
+
+    def save(
+        self, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
+    ) -> tuple[Tensor, Saved, str]:
+        """`forward` that keeps what a backward needs: that, flattened, comes second."""
+
+    def backward(
+        self,
+        dreadings: Tensor | None,
+        dM: Tensor,
+        final_memory: Tensor,
+        inputs: Inputs,
+        saved: Saved,
+        chunk_size: int,
+        mode: str,
+        grads: Sequence[Tensor],
+    ) -> str:
+        """`dM`, the final bank's gradient, becomes that of the bank before, in place.
+
+        Fills `grads`, [P, T, *] contiguous, of k_val, v, beta, g and q_val. Returns the name of the route.
+        """
 
 
-def _write_read_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+class CpuRoute:
+    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
+        return _forward_cpu(bank, inputs, chunk_size)[0], "cpu"
+
+    def save(
+        self, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
+    ) -> tuple[Tensor, Saved, str]:
+        agreed_writer(plan_snapshot(True, mode, current_situation(bank.device)), Announcement(COMPACT, True))
+        snapshot = _empty_call_snapshot(bank, inputs[0], chunk_size, mode)
+        for tensor in snapshot:
+            tensor.zero_()  # rows of unused groups too, which on CUDA stay as they are
+        readings, retrieved, coupled = _forward_cpu(bank, inputs, chunk_size, snapshot, mode, count_repeats)
+        return readings, _saved(retrieved, *snapshot, coupled.X, coupled.QX, coupled.fields), "cpu"
+
+    def backward(
+        self,
+        dreadings: Tensor | None,
+        dM: Tensor,
+        final_memory: Tensor,
+        inputs: Inputs,
+        saved: Saved,
+        chunk_size: int,
+        mode: str,
+        grads: Sequence[Tensor],
+    ) -> str:
+        staged = stage_inputs(
+            *inputs,
+            num_slots=final_memory.shape[0],
+            dtype=final_memory.dtype,
+            chunk_size=chunk_size,
+            count_repeats=False,
+        )
+        saved = saved._replace(snapshot=saved.snapshot.contiguous()).unflattened(*staged.k_idx.shape)
+        found = write_read_backward_cpu(dreadings, dM, final_memory, inputs, staged, saved, chunk_size, mode)
+        for grad, x in zip(grads, found, strict=True):
+            grad.copy_(x)
+        return "cpu"
+
+
+class CudaRoute:
+    """Imports Triton's kernels when it is used: Triton is not installed everywhere."""
+
+    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
+        from .write_read_cuda import write_read_cuda
+
+        readings = empty_readings(bank, inputs[0])
+        return readings, write_read_cuda(bank, inputs, chunk_size, readings)
+
+    def save(
+        self, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
+    ) -> tuple[Tensor, Saved, str]:
+        from .write_read_cuda import Saving, write_read_cuda
+
+        readings = empty_readings(bank, inputs[0])
+        saved = empty_saved(bank, inputs[0], inputs[5], chunk_size, mode)
+        plan = plan_snapshot(True, mode, current_situation(bank.device))
+        saving = Saving(_by_step(saved, inputs[0], chunk_size), mode, plan)
+        return readings, saved, write_read_cuda(bank, inputs, chunk_size, readings, saving, count_repeats)
+
+    def backward(
+        self,
+        dreadings: Tensor | None,
+        dM: Tensor,
+        final_memory: Tensor,
+        inputs: Inputs,
+        saved: Saved,
+        chunk_size: int,
+        mode: str,
+        grads: Sequence[Tensor],
+    ) -> str:
+        from .write_read_bwd_cuda import backward_cuda
+
+        saved = _by_step(Saved(*(x.contiguous() for x in saved)), inputs[0], chunk_size)
+        backward_cuda(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads)
+        return "triton"
+
+
+def _by_step(saved: Saved, k_idx: Tensor, chunk_size: int) -> Saved:
+    streams, tokens, writes = k_idx.shape
+    return saved.unflattened(num_steps(tokens, chunk_size), streams, chunk_size, writes)
+
+
+CPU, CUDA = CpuRoute(), CudaRoute()
+
+
+def _write_read(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *inputs, chunk_size = args
     check_write_read(memory, inputs, chunk_size)
     bank = empty_bank(memory).copy_(memory)
-    readings, _, _ = forward_cpu(bank, inputs, chunk_size)
-    record_forward("write_read", bank, inputs, chunk_size, saving=False)
+    readings, route = on.forward(bank, inputs, chunk_size)
+    record_call("forward", "write_read", bank, inputs, chunk_size, route, saving=False)
     return readings, bank
-
-
-def _write_read_cuda(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    *inputs, chunk_size = args
-    check_write_read(memory, inputs, chunk_size)
-    bank = empty_bank(memory).copy_(memory)
-    return _advance_cuda("write_read", bank, inputs, chunk_size), bank
-
-
-def _advance_cuda(op: str, bank: Tensor, inputs: Inputs, chunk_size: int) -> Tensor:
-    """Advances `bank` over all steps; returns the readings [P, T, D]."""
-    from .write_read_cuda import write_read_cuda
-
-    readings = empty_readings(bank, inputs[0])
-    route = write_read_cuda(bank, inputs, chunk_size, readings)
-    record_forward(op, bank, inputs, chunk_size, saving=False, route=route)
-    return readings
 
 
 def _write_read_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -201,20 +286,13 @@ def _write_read_fake(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return empty_readings(memory, inputs[0]), empty_bank(memory)
 
 
-def _write_read_in_place_cpu(memory: Tensor, *args: Any) -> Tensor:
+def _write_read_in_place(on: Route, memory: Tensor, *args: Any) -> Tensor:
     *inputs, chunk_size = args
     check_write_read(memory, inputs, chunk_size)
     check_contiguous_bank(memory)
-    readings, _, _ = forward_cpu(memory, inputs, chunk_size)
-    record_forward("write_read_", memory, inputs, chunk_size, saving=False)
+    readings, route = on.forward(memory, inputs, chunk_size)
+    record_call("forward", "write_read_", memory, inputs, chunk_size, route, saving=False)
     return readings
-
-
-def _write_read_in_place_cuda(memory: Tensor, *args: Any) -> Tensor:
-    *inputs, chunk_size = args
-    check_write_read(memory, inputs, chunk_size)
-    check_contiguous_bank(memory)
-    return _advance_cuda("write_read_", memory, inputs, chunk_size)
 
 
 def _write_read_in_place_fake(memory: Tensor, *args: Any) -> Tensor:
@@ -224,20 +302,20 @@ def _write_read_in_place_fake(memory: Tensor, *args: Any) -> Tensor:
     return empty_readings(memory, inputs[0])
 
 
-def _write_read_save_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _write_read_save(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     check_write_read(memory, inputs, chunk_size)
-    check_mode("snapshot_quant", mode, memory.dtype)
+    _check_saving(memory, inputs[0], chunk_size, mode)
     bank = empty_bank(memory).copy_(memory)
-    readings, saved = save_cpu(bank, inputs, chunk_size, mode)
-    record_forward("write_read_save", bank, inputs, chunk_size, saving=True, mode=mode)
+    readings, saved, route = on.save(bank, inputs, chunk_size, mode)
+    record_call("forward", "write_read_save", bank, inputs, chunk_size, route, saving=True, mode=mode)
     return readings, bank, *saved
 
 
 def _write_read_save_fake(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     check_write_read(memory, inputs, chunk_size)
-    check_mode("snapshot_quant", mode, memory.dtype)
+    _check_saving(memory, inputs[0], chunk_size, mode)
     saved = empty_saved(memory, inputs[0], inputs[5], chunk_size, mode)
     return empty_readings(memory, inputs[0]), empty_bank(memory), *saved
 
@@ -277,34 +355,27 @@ def bank_gradient(dfinal: Tensor | None, like: Tensor, grad_bank_fp32: bool) -> 
     return dM.zero_() if dfinal is None else dM.copy_(dfinal)
 
 
-def backward_cpu(
-    dreadings: Tensor | None,
-    dM: Tensor,
-    final_memory: Tensor,
-    inputs: Inputs,
-    saved: Saved,
-    chunk_size: int,
-    mode: str,
-) -> tuple[Tensor, ...]:
-    """Gradients of k_val, v, beta, g and q_val; `dM`, the final bank's, becomes that of the bank before, in place."""
-    staged = stage_inputs(
-        *inputs, num_slots=final_memory.shape[0], dtype=final_memory.dtype, chunk_size=chunk_size, count_repeats=False
-    )
-    saved = saved._replace(snapshot=saved.snapshot.contiguous()).unflattened(*staged.k_idx.shape)
-    return write_read_backward_cpu(dreadings, dM, final_memory, inputs, staged, saved, chunk_size, mode)
+def input_gradients(inputs: Inputs) -> list[Tensor]:
+    """Fresh memory for the gradients of k_val, v, beta, g and q_val."""
+    _, *floats, _, q_val = inputs
+    return [empty(tuple(x.shape), x) for x in (*floats, q_val)]
 
 
-def _write_read_bwd_cpu(
-    dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
+def only_wanted(grads: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor, ...]:
+    """A backward op's outputs: of what is not wanted, an empty tensor."""
+    return tuple(grad if wanted else grad.new_empty(0) for grad, wanted in zip(grads, mask, strict=True))
+
+
+def _write_read_bwd(
+    on: Route, dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     inputs, saved = args[:7], Saved(*args[7:-4])
     chunk_size, mode, grad_bank_fp32, mask = args[-4:]
     _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
-    outs = empty_call_gradients(final_memory, inputs, mask)
-    dM = bank_gradient(dfinal, final_memory, grad_bank_fp32)
-    grads = backward_cpu(dreadings, dM, final_memory, inputs, saved, chunk_size, mode)
-    record_backward("write_read_bwd", final_memory, inputs, chunk_size, mode)
-    return tuple(out.copy_(grad) if wanted else out for out, grad, wanted in zip(outs, (dM, *grads), mask, strict=True))
+    dM, grads = bank_gradient(dfinal, final_memory, grad_bank_fp32), input_gradients(inputs)
+    route = on.backward(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads)
+    record_call("backward", "write_read_bwd", final_memory, inputs, chunk_size, route, saving=True, mode=mode)
+    return only_wanted((dM.to(final_memory.dtype), *grads), mask)
 
 
 def _write_read_bwd_fake(
@@ -321,7 +392,8 @@ write_read_bwd_op = register(
     f"{', '.join(f'Tensor {name}' for name in Saved._fields)}, "
     "int chunk_size, str snapshot_quant, bool grad_bank_fp32, bool[] mask)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_write_read_bwd_cpu,
+    cpu=partial(_write_read_bwd, CPU),
+    cuda=partial(_write_read_bwd, CUDA),
     fake=_write_read_bwd_fake,
 )
 
@@ -344,15 +416,16 @@ def _write_read_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | No
 
 write_read_op = register(
     f"write_read(Tensor memory, {INPUTS}, int chunk_size) -> (Tensor, Tensor)",
-    cpu=_write_read_cpu,
-    cuda=_write_read_cuda,
+    cpu=partial(_write_read, CPU),
+    cuda=partial(_write_read, CUDA),
     fake=_write_read_fake,
 )
 
 write_read_save_op = register(
     f"write_read_save(Tensor memory, {INPUTS}, int chunk_size, str snapshot_quant, bool grad_bank_fp32)"
     f" -> ({', '.join(['Tensor'] * (2 + len(Saved._fields)))})",
-    cpu=_write_read_save_cpu,
+    cpu=partial(_write_read_save, CPU),
+    cuda=partial(_write_read_save, CUDA),
     fake=_write_read_save_fake,
     setup_context=_setup_write_read,
     backward=_write_read_backward,
@@ -360,7 +433,7 @@ write_read_save_op = register(
 
 write_read_in_place_op = register(
     f"write_read_(Tensor(a!) memory, {INPUTS}, int chunk_size) -> Tensor",
-    cpu=_write_read_in_place_cpu,
-    cuda=_write_read_in_place_cuda,
+    cpu=partial(_write_read_in_place, CPU),
+    cuda=partial(_write_read_in_place, CUDA),
     fake=_write_read_in_place_fake,
 )

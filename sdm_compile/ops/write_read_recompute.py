@@ -7,6 +7,7 @@ Gradients are those of `snapshot_quant="none"`. SPEC section 4.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,18 +17,19 @@ from .layout import empty, num_steps, wanted_gradients
 from .registry import register
 from .snapshot import RECOMPUTE
 from .write_read_ops import (
+    CPU,
+    CUDA,
     INPUTS,
     Inputs,
-    backward_cpu,
+    Route,
     bank_gradient,
     check_write_read,
     empty_bank,
     empty_call_gradients,
     empty_readings,
-    forward_cpu,
-    record_backward,
-    record_forward,
-    save_cpu,
+    input_gradients,
+    only_wanted,
+    record_call,
 )
 
 
@@ -51,16 +53,17 @@ def _empty_banks(memory: Tensor, inputs: Inputs, chunk_size: int) -> Tensor:
     return empty((segments(memory.shape[0], inputs[0], chunk_size), *memory.shape), memory)
 
 
-def _write_read_recompute_cpu(memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _write_read_recompute(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *inputs, chunk_size, _ = args
     check_write_read(memory, inputs, chunk_size)
     bank, readings = empty_bank(memory).copy_(memory), empty_readings(memory, inputs[0])
-    banks = _empty_banks(memory, inputs, chunk_size)
+    banks, route = _empty_banks(memory, inputs, chunk_size), ""
     parts = _cut(inputs, chunk_size, len(banks))
     for kept, part, out in zip(banks, parts, _cut([readings], chunk_size, len(banks)), strict=True):
         kept.copy_(bank)
-        out[0].copy_(forward_cpu(bank, part, chunk_size)[0])
-    record_forward("write_read_recompute", bank, inputs, chunk_size, saving=True, mode=RECOMPUTE)
+        found, route = on.forward(bank, part, chunk_size)
+        out[0].copy_(found)
+    record_call("forward", "write_read_recompute", bank, inputs, chunk_size, route, saving=True, mode=RECOMPUTE)
     return readings, bank, banks
 
 
@@ -86,28 +89,23 @@ def _check_recompute_bwd(
     check_devices(banks=banks, dreadings=dreadings, dfinal=dfinal)
 
 
-def _write_read_recompute_bwd_cpu(
-    dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, *args: Any
+def _write_read_recompute_bwd(
+    on: Route, dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     *inputs, chunk_size, grad_bank_fp32, mask = args
     _check_recompute_bwd(dreadings, dfinal, banks, inputs, chunk_size)
-    outs = empty_call_gradients(banks[0], inputs, mask)
-    dM = bank_gradient(dfinal, banks[0], grad_bank_fp32)
-    parts = _cut(inputs, chunk_size, len(banks))
-    grads = [None] * len(banks) if dreadings is None else [x for (x,) in _cut([dreadings], chunk_size, len(banks))]
-    found: list[tuple[Tensor, ...]] = []
-    for start, part, grad in zip(reversed(banks), reversed(parts), reversed(grads), strict=True):
-        bank = empty_bank(start).copy_(start)
-        _, saved = save_cpu(bank, part, chunk_size, "none", count_repeats=False)
-        found.append(backward_cpu(grad, dM, bank, part, saved, chunk_size, "none"))
-    record_backward("write_read_recompute_bwd", dM, inputs, chunk_size, RECOMPUTE)
-    if mask[0]:
-        outs[0].copy_(dM)
-    for i, wanted in enumerate(mask[1:]):
-        if wanted:
-            for out, grads_of_part in zip(_cut([outs[i + 1]], chunk_size, len(banks)), reversed(found), strict=True):
-                out[0].copy_(grads_of_part[i])
-    return outs
+    dM, grads, route = bank_gradient(dfinal, banks[0], grad_bank_fp32), input_gradients(inputs), ""
+    count = len(banks)
+    parts, grads_of_parts = _cut(inputs, chunk_size, count), _cut(grads, chunk_size, count)
+    of_readings = [None] * count if dreadings is None else [x for (x,) in _cut([dreadings], chunk_size, count)]
+    for i in reversed(range(count)):
+        bank, made = empty_bank(banks[i]).copy_(banks[i]), input_gradients(parts[i])
+        _, saved, _ = on.save(bank, parts[i], chunk_size, "none", count_repeats=False)
+        route = on.backward(of_readings[i], dM, bank, parts[i], saved, chunk_size, "none", made)
+        for grad, x in zip(grads_of_parts[i], made, strict=True):
+            grad.copy_(x)
+    record_call("backward", "write_read_recompute_bwd", dM, inputs, chunk_size, route, saving=True, mode=RECOMPUTE)
+    return only_wanted((dM.to(banks.dtype), *grads), mask)
 
 
 def _write_read_recompute_bwd_fake(
@@ -121,7 +119,8 @@ def _write_read_recompute_bwd_fake(
 write_read_recompute_bwd_op = register(
     f"write_read_recompute_bwd(Tensor? dreadings, Tensor? dfinal, Tensor banks, {INPUTS}, int chunk_size, "
     "bool grad_bank_fp32, bool[] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_write_read_recompute_bwd_cpu,
+    cpu=partial(_write_read_recompute_bwd, CPU),
+    cuda=partial(_write_read_recompute_bwd, CUDA),
     fake=_write_read_recompute_bwd_fake,
 )
 
@@ -144,7 +143,8 @@ def _recompute_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | Non
 
 write_read_recompute_op = register(
     f"write_read_recompute(Tensor memory, {INPUTS}, int chunk_size, bool grad_bank_fp32) -> (Tensor, Tensor, Tensor)",
-    cpu=_write_read_recompute_cpu,
+    cpu=partial(_write_read_recompute, CPU),
+    cuda=partial(_write_read_recompute, CUDA),
     fake=_write_read_recompute_fake,
     setup_context=_setup_recompute,
     backward=_recompute_backward,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from sdm_compile import repeated_write_slots, sdm_write_read
 from sdm_compile.ops import decay_write, dual_matmul, phase1, row_quant, solve, staging, token_gather
+from sdm_compile.ops.layout import num_steps
+from sdm_compile.ops.write_read_ops import empty_saved
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
@@ -27,12 +30,15 @@ from sdm_compile.ops import (  # noqa: E402
     phase1_bwd_kernels,
     phase1_kernels,
     row_quant_kernels,
+    slot_groups_kernels,
     solve_kernels,
     staging_kernels,
     token_gather_kernels,
 )
+from sdm_compile.ops.launch import ADDRESSES  # noqa: E402
 from sdm_compile.ops.snapshot import SNAPSHOT_MODES  # noqa: E402
-from sdm_compile.ops.write_read_cuda import Shape, _slab_loops  # noqa: E402
+from sdm_compile.ops.write_read_cuda import Saving, call_loops  # noqa: E402
+from tests import loops  # noqa: E402
 
 ON_CUDA: dict[str, Callable[..., Any]] = {
     "stage_inputs": staging._stage_inputs_cuda,
@@ -77,14 +83,7 @@ def write_read(case: Case, inputs: list[Tensor], steps: int, by_token: bool = Fa
     memory, *inputs = inputs
     bank = memory.clone()
     readings = torch.full((case.streams, case.tokens, case.head_dim), float("nan"), dtype=bank.dtype)
-    gates = inputs[4].shape[2]
-    sizes = (steps, case.streams, case.chunk_size, case.writes, case.reads, gates, case.head_dim, bank.shape[0])
-    for loop in _slab_loops(bank, inputs, readings, Shape(*sizes, bank.dtype, "highest", by_token)):
-        slab = loop.make_memory()
-        loop.stage(slab)
-        loop.couple(slab)
-        loop.steps(slab, None)
-        loop.read(slab)
+    loops.forward(bank, inputs, case.chunk_size, readings, slab=steps, by_token=by_token)
     return readings, bank
 
 
@@ -171,6 +170,21 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def launch_saving_forwards(case: Case, inputs: list[Tensor]) -> None:
+    """The steps of calls that save, with every writer and form of rows, and with the addresses from a table."""
+    memory, *inputs = inputs
+    readings = torch.empty(case.streams, case.tokens, case.head_dim, dtype=memory.dtype)
+    steps = num_steps(case.tokens, case.chunk_size)
+    for mode, writer in (("none", "gather"), *((mode, "write") for mode in SNAPSHOT_MODES)):
+        saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode)
+        saving = Saving(saved.unflattened(steps, case.streams, case.chunk_size, case.writes), mode, writer)
+        for loop in chain(*call_loops(memory, inputs, case.chunk_size, readings, saving)):
+            slab = loop.make_memory()
+            loop.couple(slab)
+            for table in (None, torch.empty(loop.length, ADDRESSES, dtype=torch.int64)):
+                loop.steps(slab, table)
+
+
 @without_the_interpreter
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -179,7 +193,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     kernels = set()
     modules = (
         *(staging_kernels, phase1_kernels, phase1_bwd_kernels, solve_kernels),
-        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels),
+        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels, slot_groups_kernels),
     )
     for module in modules:
         for name, kernel in list(vars(module).items()):
@@ -190,6 +204,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     inputs = list(case.make(dtype))
     for by_token in (False, True):
         write_read(case, inputs, steps=1, by_token=by_token)
+    launch_saving_forwards(case, inputs)
     staging_kernels.launch_unstage_readings(torch.empty(2, 3, 4, 5), torch.empty(3, 7, 5))
     k_val, q_val, square = (torch.empty(1, 2, 32, width) for width in (20, 4, 32))
     for g in (k_val, k_val[..., :1]):
@@ -197,6 +212,8 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
             *(k_val, q_val, k_val, square, square, torch.empty(1, 2, 640)),
             *(k_val.int(), k_val.to(dtype), g, q_val.int(), q_val.to(dtype)),
         )
+    ids = (k_val.int(), q_val.int())
+    slot_groups_kernels.launch_slot_groups(*ids, *slot_groups_kernels.empty_slot_groups(2, 32, 20, 4, k_val))
     matrices, rows, strengths = square[0], torch.empty(2, 32, case.head_dim), torch.empty(2, 32, 1)
     values = rows.to(dtype)
     dual_matmul._dual_matmul_bwd_cuda(rows, values, matrices, matrices, values, strengths, rows, [True] * 6)

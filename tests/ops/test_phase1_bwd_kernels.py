@@ -17,8 +17,13 @@ from tests.interpreted import in_the_interpreter, run_interpreted
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops import phase1_bwd_kernels  # noqa: E402
-from sdm_compile.ops.phase1_bwd_kernels import Phase1BwdConfig  # noqa: E402
+from sdm_compile.ops.phase1_bwd_kernels import (  # noqa: E402
+    Phase1BwdConfig,
+    empty_phase1_bwd_sorted_scratch,
+    launch_phase1_bwd_sorted,
+)
 from sdm_compile.ops.phase1_kernels import SortConfig  # noqa: E402
+from sdm_compile.ops.slot_groups_kernels import empty_slot_groups, launch_slot_groups  # noqa: E402
 
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=in_the_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -148,3 +153,19 @@ def test_other_strides(device: str) -> None:
     strided = [x.movedim(0, -1).contiguous().movedim(-1, 0) for x in args]
     strided[3] = args[3].mT.contiguous().mT
     assert_same_bits(on_device(strided, device), on_device(args, device))
+
+
+@every_device
+@pytest.mark.parametrize("chunks", [REUSE, CHUNKS[3], CHUNKS[-2], CHUNKS[-1]], ids=lambda chunks: chunks.name)
+def test_sorted_already(chunks: Chunks, device: str) -> None:
+    """From the keys of the slot groups, into memory that holds something else."""
+    args = chunks.make(exact=False)
+    flat = [x.flatten(0, 1).to(device) for x in args]
+    grads, (k_idx, k_val, g, q_idx, q_val) = flat[:6], flat[6:]
+    sizes = (*k_idx.shape, q_idx.shape[2])
+    groups, scratch = empty_slot_groups(*sizes, k_idx)
+    launch_slot_groups(k_idx, q_idx, groups, scratch)
+    outs = [torch.full(x.shape, float("nan"), device=device) for x in (k_val, g, q_val)]
+    rest = empty_phase1_bwd_sorted_scratch(*sizes, k_idx)
+    launch_phase1_bwd_sorted(groups.keys, grads, flat[6:], outs, rest)
+    assert_same_bits([x.cpu() for x in outs], [x.flatten(0, 1) for x in on_device(args, device)])

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from sdm_compile import repeated_write_slots
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import backward_cpu, bank_gradient, empty_saved, save_cpu
+from sdm_compile.ops.write_read_ops import CPU, bank_gradient, empty_saved, input_gradients
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
-from sdm_compile.ops.write_read_grad_cuda import backward_cuda, save_cuda
+from sdm_compile.ops.write_read_bwd_cuda import call_of
+from sdm_compile.ops.write_read_cuda import Saving
+from tests import loops
 
 CASES = [RAGGED, replace(TANGLED, tokens=23), SIGNED, replace(REUSE, tokens=21)]
 
@@ -33,14 +35,21 @@ def unflattened(saved: Saved, case: Case) -> Saved:
     return saved.unflattened(steps, case.streams, case.chunk_size, case.writes)
 
 
-def save(case: Case, mode: str, writer: str) -> tuple[Tensor, Tensor, Saved]:
+def save(case: Case, mode: str, writer: str, slab: int) -> tuple[Tensor, Tensor, Saved]:
     memory, *inputs = case.make(torch.float32)
     bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
     saved = unflattened(empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode), case)
     for x in saved:
         x.copy_(torch.full(x.shape, 7.0))
-    save_cuda(bank, inputs, readings, saved, mode, writer, count_repeats=True)
+    loops.forward(bank, inputs, case.chunk_size, readings, Saving(saved, mode, writer), slab=slab)
     return readings, bank, saved
+
+
+def rows_of_groups(saved: Saved) -> list[Tensor]:
+    """The snapshot's rows and scales that stand for a group: what others hold is nobody's."""
+    used = (saved.group_slot >= 0).flatten()
+    scales = saved.scales[used] if len(saved.scales) else saved.scales
+    return [saved.snapshot.view(torch.uint8)[used], scales]
 
 
 @in_the_interpreter
@@ -50,9 +59,9 @@ def test_a_saving_forward(case: Case, mode: str) -> None:
     memory, *inputs = case.make(torch.float32)
     bank = memory.clone()
     repeated_write_slots()
-    readings, kept = save_cpu(bank, inputs, case.chunk_size, mode)
+    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode)
     repeats = repeated_write_slots()
-    got_readings, got_bank, got = save(case, mode, "write")
+    got_readings, got_bank, got = save(case, mode, "write", slab=2)
     assert repeated_write_slots() == repeats
     assert_close((got_readings, got_bank), (readings, bank))
     kept = unflattened(kept, case)
@@ -60,31 +69,49 @@ def test_a_saving_forward(case: Case, mode: str) -> None:
         a, b = getattr(got, name), getattr(kept, name)
         if name not in ("snapshot", "scales"):
             assert_close([a], [b])
-    first = slice(0, case.streams * case.chunk_size * case.writes)  # of the first step, whose bank has no rounding yet
-    rows = [x.view(torch.uint8)[first] for x in (got.snapshot, kept.snapshot)]
-    assert_same_bits(*rows)
+    # Of the first step, whose bank has no rounding yet.
+    later = torch.arange(len(got.group_slot))[:, None, None] > 0
+    first = [x._replace(group_slot=x.group_slot.masked_fill(later, -1)) for x in (got, kept)]
+    assert_same_bits(*map(rows_of_groups, first))
     if mode == "none":
-        assert_close([got.snapshot], [kept.snapshot])
+        rows = [rows_of_groups(x)[0].view(x.snapshot.dtype) for x in (got, kept)]
+        assert_close(*rows)
 
 
 @in_the_interpreter
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_both_writers_store_the_same_bits(case: Case) -> None:
-    assert_same_bits(save(case, "none", "gather"), save(case, "none", "write"))
+def test_writers_and_slabs_store_the_same_bits(case: Case) -> None:
+    by_write, by_gather = save(case, "none", "write", slab=1), save(case, "none", "gather", slab=4)
+    assert_same_bits(*(x[2]._replace(snapshot=rows_of_groups(x[2])[0]) for x in (by_write, by_gather)))
+    assert_same_bits(by_write[:2], by_gather[:2])
+
+
+# Which of the readings and the final bank have a gradient, in which mode, and the steps of the slabs. The interpreter
+# takes seconds for each of them: what has no bearing on one another is not crossed.
+BOTH = (True, True)
+GRADIENTS = [
+    *((case, "none", BOTH, (1, 4)) for case in CASES),
+    *((case, "none", given, (2,)) for case in CASES[:2] for given in ((True, False), (False, True))),
+    *((case, mode, BOTH, (2,)) for case in CASES for mode in ("bf16", "fp8", "int4")),
+]
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("mode", ["none", "int4"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients(case: Case, mode: str, given: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("case", "mode", "given", "slabs"),
+    [pytest.param(*args, id=f"{args[0].name}-{args[1]}-{args[2]}") for args in GRADIENTS],
+)
+def test_gradients(case: Case, mode: str, given: tuple[bool, bool], slabs: tuple[int, ...]) -> None:
     memory, *inputs = case.make(torch.float32)
     bank = memory.clone()
-    readings, kept = save_cpu(bank, inputs, case.chunk_size, mode)
+    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode)
     dreadings, dfinal = (normal_like(x) if wanted else None for x, wanted in zip((readings, bank), given, strict=True))
-    expected, got = (bank_gradient(dfinal, bank, True) for _ in range(2))
+    expected = [bank_gradient(dfinal, bank, True), *input_gradients(inputs)]
     before = bank.clone()
-    grads = backward_cpu(dreadings, expected, bank, inputs, kept, case.chunk_size, mode)
-    found = backward_cuda(dreadings, got, bank, inputs, unflattened(kept, case), mode)
-    assert_close((got, *found), (expected, *grads))
+    CPU.backward(dreadings, expected[0], bank, inputs, kept, case.chunk_size, mode, expected[1:])
+    for slab in slabs:
+        got = [bank_gradient(dfinal, bank, True), *input_gradients(inputs)]
+        call = call_of(dreadings, got[0], bank, inputs, unflattened(kept, case), mode, got[1:])
+        loops.backward(call, case.chunk_size, slab=slab)
+        assert_close(got, expected)
     assert_same_bits(bank, before)

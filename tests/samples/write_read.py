@@ -58,6 +58,17 @@ def _write_read_save(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _specified(outputs: list[Tensor]) -> list[Tensor]:
+    """What `write_read_save` returns, with zeros in the snapshot's rows that stand for no group."""
+    saved = Saved(*outputs[2:])
+    unused = saved.group_slot < 0
+    snapshot, scales = saved.snapshot.clone(), saved.scales.clone()
+    snapshot.view(torch.uint8)[unused] = 0
+    if len(scales):
+        scales[unused] = 0
+    return [*outputs[:2], *saved._replace(snapshot=snapshot, scales=scales)]
+
+
 def _segment_banks(inputs: Inputs, chunk_size: int, count: int) -> Tensor:
     """The bank before each of `count` segments."""
     banks = run_chunked(inputs.to(torch.float64), chunk_size).banks
@@ -156,6 +167,7 @@ CASES = [
         _write_read_save,
         differentiable=(0, 1),
         through_bank=True,
+        specified=_specified,
     ),
     OpCase(
         "write_read_bwd",

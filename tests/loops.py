@@ -1,0 +1,49 @@
+"""A call's slabs on CUDA, run one launch after the other: what Triton's interpreter can do, and what a test can cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
+from sdm_compile.ops.launch import StepLoop
+from sdm_compile.ops.write_read_cuda import Saving
+
+
+def _run(groups: Sequence[Sequence[StepLoop]]) -> None:
+    for loop in (loop for group in groups for loop in group):
+        memory = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), loop.memory_form())
+        loop.stage(memory)
+        loop.couple(memory, None)
+        loop.steps(memory, None)
+        if loop.concludes:
+            loop.conclude(memory)
+        loop.read(memory)
+
+
+def forward(
+    bank: Tensor,
+    inputs: Sequence[Tensor],
+    chunk_size: int,
+    readings: Tensor,
+    saving: Saving | None = None,
+    *,
+    slab: int,
+    by_token: bool = False,
+) -> None:
+    """`write_read_cuda` in slabs of so many steps, a power of two, written by token or by group."""
+    with (
+        patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab),
+        patch.object(write_read_cuda, "writes_by_token", lambda *args: by_token),
+    ):
+        _run(list(write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving)))
+
+
+def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:
+    """`backward_cuda` in slabs of so many steps, a power of two."""
+    with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab):
+        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)))
