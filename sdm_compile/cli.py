@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "doctor",
         help="say what this machine has and check the ops on it",
-        description="Says what this machine has and which route each op takes on it, and checks the ops against the "
-        "reference. The exit status is 0 where they agree and 1 where they do not.",
+        description="Says what this machine has, and checks the ops on it against the reference. The exit status is 0 "
+        "where they agree and 1 where they do not.",
     )
     command.add_argument("--device", help="where to check the ops (default: cpu)")
     command.set_defaults(run=_doctor)

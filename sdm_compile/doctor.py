@@ -1,4 +1,4 @@
-"""`python -m sdm_compile doctor`: what this machine has, which route each op takes on it, and a check of the ops."""
+"""`python -m sdm_compile doctor`: what this machine has, and a check of the ops on it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .machine import describe_device, routes, why_not_compile
+from .machine import describe_device, why_not_compile
 from .ops import product_key_topk, sdm_decode_step, sdm_write_read
 
 TOLERANCE = 3e-5  # of norms, for float32
 
 
 def examine(device: torch.device) -> int:
-    """Prints what the machine has, the routes and the self-check; returns the exit status."""
+    """Prints what the machine has and the self-check; returns the exit status."""
     reason = why_not_compile()
     facts = {
         "python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -30,9 +30,6 @@ def examine(device: torch.device) -> int:
     }
     for name, value in facts.items():
         print(f"{name:14} {value}")
-    print("\nroutes")
-    for name, route in routes(device).items():
-        print(f"  {name:28} {route}")
     errors = self_check(device)
     print(f"\nself-check against the reference, allowed {TOLERANCE:.0e}")
     for name, error in errors.items():

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from torch._inductor import cpp_builder, exc
 
-from .ops.registry import OPS
-
 
 def pick_device(name: str | None = None) -> torch.device:
     """The device to run on: the CPU unless another is named.
@@ -22,15 +20,9 @@ def pick_device(name: str | None = None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either where a device is not there
         raise ValueError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
-    if None in routes(device).values():
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"cannot use device {name!r}: the ops have no kernels for it")
     return device
-
-
-def routes(device: torch.device) -> dict[str, str | None]:
-    """By which kernels each op runs on a device; None where it has none."""
-    runs = {name: device.type == "cpu" or (device.type == "cuda" and op.on_cuda) for name, op in OPS.items()}
-    return {name: device.type if has_kernel else None for name, has_kernel in runs.items()}
 
 
 def describe_device(device: torch.device) -> str:

@@ -7,16 +7,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
-from sdm_compile.ops.launch import StepLoop
+from sdm_compile.ops.launch import StepLoop, own_memory
 from sdm_compile.ops.write_read_cuda import Saving
 
 
 def _run(groups: Sequence[Sequence[StepLoop]]) -> None:
     for loop in (loop for group in groups for loop in group):
-        memory = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), loop.memory_form())
+        memory = own_memory(loop, torch.device("cpu"))
         loop.stage(memory)
         loop.couple(memory, None)
         loop.steps(memory, None)

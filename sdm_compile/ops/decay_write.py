@@ -237,6 +237,27 @@ def _decay_write_bwd_cpu(
     return outs
 
 
+def _decay_write_bwd_cuda(
+    dout: Tensor,
+    bank: Tensor,
+    delta: Tensor,
+    write_w: Tensor,
+    group_decay: Tensor,
+    order: Tensor,
+    group_start: Tensor,
+    group_slot: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    from .decay_write_kernels import launch_decay_write_bwd
+
+    _check_decay_write_bwd(dout, bank, delta, write_w, group_decay, order, group_start, group_slot)
+    outs = _empty_decay_write_bwd_outputs(bank, delta, write_w, group_decay, mask)
+    step = (write_w, group_decay, order, group_start, group_slot)
+    dout, bank, delta, *groups = (x.contiguous() for x in (dout, bank, delta, *step))
+    launch_decay_write_bwd(dout, bank, delta, StepGroups(*groups), wanted_gradients(outs, mask))
+    return outs
+
+
 def _decay_write_bwd_fake(
     dout: Tensor,
     bank: Tensor,
@@ -255,6 +276,7 @@ def _decay_write_bwd_fake(
 decay_write_bwd_op = register(
     f"decay_write_bwd(Tensor dout, {_INPUTS}, bool[] mask) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_decay_write_bwd_cpu,
+    cuda=_decay_write_bwd_cuda,
     fake=_decay_write_bwd_fake,
 )
 

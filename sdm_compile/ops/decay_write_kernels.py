@@ -4,7 +4,10 @@
     by token   one program updates BD columns of all the rows that one token is the first to write: it loads its delta
                once, and follows a link from each of its writes to the next one of the same slot
 
-Both give the same bits.
+Both give the same bits. And of the backward:
+
+    entry slots   one program gives the writes of G groups their slots
+    backward      one program makes the gradients of G groups' rows, BD columns of each, and the parts of their decays'
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from .launch import eviction_hint, from_table, launches_early
 from .layout import StepGroups
 from .snapshot import COMPACT, NO_ROWS, SCALED_MODES, Announcement, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
+from .step_bwd_kernels import Banks, GradientGatherConfig, gradient_gather_call, sum_parts_call
 
 
 @triton.jit
@@ -210,6 +214,54 @@ def _decay_write_by_token_kernel(
         tl.store(p_rows[n], row.to(p_bank.dtype.element_ty), mask=m_rows[n], eviction_policy=EVICT)
 
 
+@triton.jit
+def _entry_slots_kernel(p_order, p_group_start, p_group_slot, p_slots, ENTRIES: tl.constexpr, G: tl.constexpr):
+    """p_slots: by entry, the slot of its group; stays where there is none."""
+    p = tl.program_id(1).to(tl.int64)
+    o_g = tl.program_id(0) * G + tl.arange(0, G)
+    m_g = o_g < ENTRIES
+    slot = tl.load(p_group_slot + p * ENTRIES + o_g, mask=m_g, other=-1)
+    start = tl.load(p_group_start + p * (ENTRIES + 1) + o_g, mask=m_g, other=0)
+    end = tl.load(p_group_start + p * (ENTRIES + 1) + o_g + 1, mask=m_g, other=0)
+    length = tl.where(slot >= 0, end - start, 0)
+    for n in range(0, tl.max(length, axis=0)):
+        entry = tl.load(p_order + p * ENTRIES + start + n, mask=n < length, other=0)
+        tl.store(p_slots + p * ENTRIES + entry, slot, mask=n < length)
+
+
+@triton.jit
+def _decay_write_bwd_kernel(
+    p_dout,
+    p_bank,
+    p_group_decay,
+    p_group_slot,
+    p_dbank,
+    p_ddecay,
+    num_slots,
+    D,
+    ENTRIES: tl.constexpr,
+    G: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Fills the groups' rows of p_dbank, and p_ddecay [P, parts, E]; None for what is not wanted."""
+    p = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1)
+    o_g = tl.program_id(0) * G + tl.arange(0, G)
+    m_g = o_g < ENTRIES
+    slot = tl.load(p_group_slot + p * ENTRIES + o_g, mask=m_g, other=-1)
+    used = (slot >= 0) & (slot < num_slots)
+    o_d = part * BD + tl.arange(0, BD)
+    m_row = used[:, None] & (o_d < D)[None, :]
+    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
+    drow = tl.load(p_dout + at, mask=m_row, other=0.0).to(tl.float32)
+    if p_dbank is not None:
+        decay = tl.load(p_group_decay + p * ENTRIES + o_g, mask=used, other=0.0)
+        tl.store(p_dbank + at, (drow * decay[:, None]).to(p_dbank.dtype.element_ty), mask=m_row)
+    if p_ddecay is not None:
+        row = tl.load(p_bank + at, mask=m_row, other=0.0).to(tl.float32)
+        tl.store(p_ddecay + (p * tl.num_programs(1) + part) * ENTRIES + o_g, tl.sum(row * drow, axis=1), mask=m_g)
+
+
 @dataclass(frozen=True)
 class DecayWriteConfig:
     groups: int
@@ -326,3 +378,66 @@ def decay_write_by_token_call(
     tensors = (bank, bank if table is None else table, delta, *links)
     grid = (triton.cdiv(width, columns), streams * chunk)
     return KernelCall(_decay_write_by_token_kernel, grid, (*tensors, num_slots, width), options)
+
+
+def entry_slots_call(groups: StepGroups, slots: Tensor) -> KernelCall:
+    """slots [P, C, W] int32 receives the slot of every write that has one. Contiguous."""
+    streams, entries = groups.order.shape
+    block = 128
+    options = dict(ENTRIES=entries, G=block, num_warps=1, enable_fp_fusion=False)
+    tensors = (groups.order, groups.group_start, groups.group_slot, slots)
+    return KernelCall(_entry_slots_kernel, (triton.cdiv(entries, block), streams), tensors, options)
+
+
+def row_gradients_call(
+    dout: Tensor,
+    bank: Tensor,
+    groups: StepGroups,
+    dbank: Tensor | None,
+    ddecay: Tensor | None,
+) -> KernelCall:
+    """The groups' rows of dbank = decay dout, rounded once, and the parts of <bank row, dout row>, zero without a slot.
+
+    Args:
+        dout, bank: [num_slots, D]. dbank: receives the rows, and stays elsewhere. Contiguous.
+        ddecay: receives [P, parts, E] float32, one part for every `DecayWriteConfig.columns` of D.
+    """
+    streams, chunk, writes = groups.write_w.shape
+    num_slots, width = bank.shape
+    config = DecayWriteConfig.from_shapes(chunk, width)
+    options = dict(
+        ENTRIES=chunk * writes, G=config.groups, BD=config.columns, num_warps=config.warps, enable_fp_fusion=False
+    )
+    grid = (triton.cdiv(chunk * writes, config.groups), triton.cdiv(width, config.columns), streams)
+    tensors = (dout, bank, groups.group_decay, groups.group_slot, dbank, ddecay)
+    return KernelCall(_decay_write_bwd_kernel, grid, (*tensors, num_slots, width), options)
+
+
+def launch_decay_write_bwd(
+    dout: Tensor, bank: Tensor, delta: Tensor, groups: StepGroups, grads: Sequence[Tensor | None]
+) -> None:
+    """Fills one step's gradients of the bank, delta, write_w and group_decay, or None where one is not wanted.
+
+    All contiguous. A group of a row beyond the bank, as one without a slot, takes and gives nothing.
+    """
+    dbank, ddelta, dwrite_w, dgroup_decay = grads
+    streams, chunk, writes = groups.write_w.shape
+    width = bank.shape[1]
+    if dbank is not None:
+        dbank.copy_(dout)
+    if dbank is not None or dgroup_decay is not None:
+        parts = triton.cdiv(width, DecayWriteConfig.from_shapes(chunk, width).columns)
+        ddecay = None if dgroup_decay is None else delta.new_empty(streams, parts, chunk * writes)
+        row_gradients_call(dout, bank, groups, dbank, ddecay).launch()
+        if ddecay is not None and dgroup_decay is not None:
+            sum_parts_call(ddecay, dgroup_decay).launch()
+    if ddelta is not None or dwrite_w is not None:
+        slots = torch.full(groups.write_w.shape, -1, dtype=torch.int32, device=bank.device)
+        entry_slots_call(groups, slots).launch()
+        sums = torch.empty_like(delta) if ddelta is None else ddelta
+        parts = GradientGatherConfig.from_shapes(chunk, writes, width).parts(width)
+        dots = delta.new_empty(streams * chunk, parts, writes)
+        banks = Banks(dout, bank, StepRows(bank, delta, "none"))  # the gather takes the first of them alone
+        gradient_gather_call(banks, slots, groups.write_w, delta, sums, dots).launch()
+        if dwrite_w is not None:
+            sum_parts_call(dots, dwrite_w.flatten(0, 1)).launch()

@@ -162,6 +162,13 @@ class _Memory:
         return tree_map_only(Tensor, view, form)
 
 
+def own_memory(loop: StepLoop, device: torch.device) -> Any:
+    """Working memory of one loop that shares it with no other."""
+    memory = _Memory()
+    memory.grow([loop], device)
+    return memory.of(loop)
+
+
 def memory_bytes(form: Any) -> int:
     """What a working memory of this form takes."""
     return _layout(form)[1]

@@ -21,8 +21,6 @@ import torch.overrides
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
-from .checks import UnsupportedConfigurationError
-
 NAMESPACE = "sdm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -35,7 +33,6 @@ class RegisteredOp:
     overload: torch._ops.OpOverload
     differentiable: bool
     mutated: tuple[int, ...]  # positions of the arguments that the op writes to
-    on_cuda: bool = False  # whether it has a CUDA kernel
 
 
 OPS: dict[str, RegisteredOp] = {}
@@ -45,8 +42,8 @@ def register(
     schema: str,
     *,
     cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
     fake: Callable[..., Any],
-    cuda: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
@@ -54,8 +51,7 @@ def register(
 
     Args:
         schema: name and signature, as `torch.library.Library.define` takes them.
-        cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments. No CUDA kernel: a call
-            is refused by name.
+        cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments.
         fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
         setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
     """
@@ -63,24 +59,14 @@ def register(
     overload = getattr(torch.ops, NAMESPACE).__getattr__(name.split("::")[-1]).default
     arguments = overload._schema.arguments
     mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated, cuda is not None)
+    op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated)
     OPS[op.name] = op
     _library.impl(op.name, _backend_kernel(op, cpu, "cpu"), "CPU")
-    _library.impl(op.name, _backend_kernel(op, cuda or _refusing_kernel(op), "cuda"), "CUDA")
+    _library.impl(op.name, _backend_kernel(op, cuda, "cuda"), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
     autograd = _in_place_kernel(op) if mutated else _autograd_kernel(op, setup_context, backward)
     _library.impl(op.name, autograd, "Autograd")
     return _in_place_entry(overload, autograd) if mutated else overload
-
-
-def _refusing_kernel(op: RegisteredOp) -> Callable[..., Any]:
-    def refuse(*args: Any) -> Any:
-        raise UnsupportedConfigurationError(
-            f"sdm::{op.name} does not run on CUDA tensors yet; move them to the CPU. "
-            "Calls that need no gradient run on CUDA: use torch.no_grad()"
-        )
-
-    return refuse
 
 
 def _backend_kernel(op: RegisteredOp, kernel: Callable[..., Any], device_type: str) -> Callable[..., Any]:

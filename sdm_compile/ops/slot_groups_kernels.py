@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .bound import KernelCall
 from .layout import empty
-from .phase1_kernels import NO_ENTRY, PLACES, SortConfig, _inside, _token, sort_by_slot
+from .slot_sort_kernels import NO_ENTRY, PLACES, SortConfig, _inside, _token, sort_by_slot
 
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": True}
 

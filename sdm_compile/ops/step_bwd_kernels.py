@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .bound import KernelCall
 from .launch import from_table
-from .phase1_kernels import PLACES
 from .slot_groups_kernels import _parts
+from .slot_sort_kernels import PLACES
 from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
 

@@ -112,6 +112,26 @@ def _token_gather_bwd_cpu(
     return dbank, dk_eff, dq_w
 
 
+def _token_gather_bwd_cuda(
+    dretrieved: Tensor,
+    dinter: Tensor,
+    bank: Tensor,
+    k_idx: Tensor,
+    k_eff: Tensor,
+    q_idx: Tensor,
+    q_w: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    from .token_gather_kernels import launch_token_gather_bwd
+
+    _check_token_gather_bwd(dretrieved, dinter, bank, k_idx, k_eff, q_idx, q_w)
+    outs = _empty_token_gather_bwd_outputs(bank, k_eff, q_w, mask)
+    if any(mask):
+        dretrieved, dinter, *inputs = (x.contiguous() for x in (dretrieved, dinter, bank, k_idx, k_eff, q_idx, q_w))
+        launch_token_gather_bwd(dretrieved, dinter, inputs, wanted_gradients(outs, mask))
+    return outs
+
+
 def _token_gather_bwd_fake(
     dretrieved: Tensor,
     dinter: Tensor,
@@ -129,6 +149,7 @@ def _token_gather_bwd_fake(
 token_gather_bwd_op = register(
     f"token_gather_bwd(Tensor dretrieved, Tensor dinter, {_INPUTS}, bool[] mask) -> (Tensor, Tensor, Tensor)",
     cpu=_token_gather_bwd_cpu,
+    cuda=_token_gather_bwd_cuda,
     fake=_token_gather_bwd_fake,
 )
 
@@ -159,7 +180,8 @@ def token_gather(bank: Tensor, k_idx: Tensor, k_eff: Tensor, q_idx: Tensor, q_w:
 
     Args:
         bank: [num_slots, D] bfloat16 or float32 (float64 on the CPU).
-        k_idx, k_eff: [P, C, W] int32 bank rows, negative for no slot, and their weights in the accumulate dtype.
+        k_idx, k_eff: [P, C, W] int32 bank rows, negative for no slot, and their weights in the accumulate dtype. No two
+            streams share a row, which the backward on CUDA relies on.
         q_idx, q_w: [P, C, R], likewise.
     Returns:
         retrieved, inter: [P, C, D] in the accumulate dtype, fresh memory.

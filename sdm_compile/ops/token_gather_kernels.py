@@ -1,15 +1,30 @@
-"""Triton kernel of the token gather: one program sums one token's write rows and then its read rows, BD columns."""
+"""Triton kernel of the token gather: one program sums one token's write rows and then its read rows, BD columns.
+
+Its backward is launches of the kernels that a backward step has for its slots.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
 from .launch import eviction_hint, from_table
+from .slot_groups_kernels import empty_slot_groups, launch_slot_groups
+from .snapshot import StepRows
+from .step_bwd_kernels import (
+    Banks,
+    SlotEntries,
+    SlotRowsConfig,
+    entry_dots_call,
+    entry_weights_call,
+    slot_rows_call,
+)
 
 
 @triton.jit
@@ -173,3 +188,31 @@ def token_gather_call(
     )
     grid = (triton.cdiv(width, config.columns), streams * chunk)
     return KernelCall(_token_gather_kernel, grid, (*tensors, num_slots, width), options)
+
+
+def launch_token_gather_bwd(
+    dretrieved: Tensor, dinter: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> None:
+    """Fills one step's gradients of the bank, k_eff and q_w, or None where one is not wanted; all contiguous.
+
+    They are what a backward step makes of a bank that has no gradient yet, where nothing decays. `inputs`: the op's.
+    """
+    bank, k_idx, k_eff, q_idx, q_w = inputs
+    # One kernel makes all of them, wanted or not.
+    dbank, dk_eff, dq_w = (
+        torch.zeros_like(x) if grad is None else grad.zero_() for x, grad in zip((bank, k_eff, q_w), grads, strict=True)
+    )
+    streams, chunk, writes = k_idx.shape
+    groups, scratch = empty_slot_groups(streams, chunk, writes, q_idx.shape[2], k_idx)
+    launch_slot_groups(k_idx, q_idx, groups, scratch)
+    beta = k_eff.new_full((streams, chunk, 1), -1.0)  # which leaves weights and dots as they are
+    sources, weights = torch.empty_like(groups.slot), k_eff.new_empty(groups.slot.shape)
+    entry_weights_call(groups.keys, k_eff, q_w, beta, sources, weights).launch()
+    # No group decays, and the row of every slot is the bank's own.
+    none = torch.full_like(groups.slot, -1)
+    entries = SlotEntries(groups.start, groups.slot, groups.lead, none, none, sources, weights, k_eff.flatten(1))
+    parts = SlotRowsConfig.from_shapes(bank.shape[1]).parts(bank.shape[1])
+    dots = k_eff.new_zeros(streams, parts, groups.slot.shape[1])
+    banks = Banks(dbank, bank, StepRows(bank, weights, "none"))
+    slot_rows_call(banks, entries, dretrieved, dinter, dots, dots).launch()
+    entry_dots_call(groups.keys, dots, beta, dk_eff, dq_w).launch()

@@ -28,7 +28,6 @@ def _runs_on_cuda(sample: Sample, dtype: torch.dtype) -> bool:
 SAMPLES = [
     pytest.param(case, sample, dtype, id=f"{case.op}-{sample.name}-{str(dtype)[6:]}")
     for case in CASES
-    if case.registered.on_cuda
     for sample in case.samples
     for dtype in DTYPES
     if dtype in sample.dtypes and _runs_on_cuda(sample, dtype)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from sdm_compile import repeated_write_slots, sdm_write_read
 from sdm_compile.ops import decay_write, dual_matmul, phase1, row_quant, solve, staging, token_gather
-from sdm_compile.ops.layout import num_steps
+from sdm_compile.ops.layout import StepGroups, num_steps
 from sdm_compile.ops.write_read_ops import empty_saved
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
@@ -36,7 +37,7 @@ from sdm_compile.ops import (  # noqa: E402
     token_gather_kernels,
 )
 from sdm_compile.ops.launch import ADDRESSES  # noqa: E402
-from sdm_compile.ops.snapshot import SNAPSHOT_MODES  # noqa: E402
+from sdm_compile.ops.snapshot import COMPACT, SNAPSHOT_MODES, SnapshotPlan  # noqa: E402
 from sdm_compile.ops.write_read_cuda import Saving, call_loops  # noqa: E402
 from tests import loops  # noqa: E402
 
@@ -50,9 +51,11 @@ ON_CUDA: dict[str, Callable[..., Any]] = {
     "solve": solve._solve_cuda,
     "solve_bwd": solve._solve_bwd_cuda,
     "token_gather": token_gather._token_gather_cuda,
+    "token_gather_bwd": token_gather._token_gather_bwd_cuda,
     "dual_matmul": dual_matmul._dual_matmul_cuda,
     "dual_matmul_bwd": dual_matmul._dual_matmul_bwd_cuda,
     "decay_write": decay_write._decay_write_cuda,
+    "decay_write_bwd": decay_write._decay_write_bwd_cuda,
     "snapshot_quantize": row_quant._snapshot_quantize_cuda,
     "snapshot_dequantize": row_quant._snapshot_dequantize_cuda,
 }
@@ -133,8 +136,25 @@ def test_ids_that_are_no_rows(ids: list[int], kept: list[int], repeats: int) -> 
     assert repeated_write_slots() == repeats
 
 
+@in_the_interpreter
+@pytest.mark.parametrize("op", ["token_gather_bwd", "decay_write_bwd"])
+def test_gradients_of_rows_beyond_the_bank(op: str) -> None:
+    """They are as those of no slot."""
+    case = next(case for case in CASES if case.op == op)
+    args = case.samples[0].args(torch.float32)
+    ids = (3, 5) if op == "token_gather_bwd" else (7,)
+    beyond, without = list(args), list(args)
+    for i in ids:
+        far = args[i] == args[i].max()
+        assert far.any()
+        beyond[i], without[i] = args[i].masked_fill(far, 2**30), args[i].masked_fill(far, -1)
+    assert_same_bits(ON_CUDA[op](*beyond), ON_CUDA[op](*without))
+
+
 class Recorder:
     """Stands for a kernel, and keeps what it would be launched with."""
+
+    pre_run_hooks = ("sees every launch",)
 
     def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -177,11 +197,12 @@ def launch_saving_forwards(case: Case, inputs: list[Tensor]) -> None:
     steps = num_steps(case.tokens, case.chunk_size)
     for mode, writer in (("none", "gather"), *((mode, "write") for mode in SNAPSHOT_MODES)):
         saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode)
-        saving = Saving(saved.unflattened(steps, case.streams, case.chunk_size, case.writes), mode, writer)
+        saved = saved.unflattened(steps, case.streams, case.chunk_size, case.writes)
+        saving = Saving(saved, mode, SnapshotPlan(COMPACT, writer))
         for loop in chain(*call_loops(memory, inputs, case.chunk_size, readings, saving)):
-            slab = loop.make_memory()
-            loop.couple(slab)
+            slab = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), loop.memory_form())
             for table in (None, torch.empty(loop.length, ADDRESSES, dtype=torch.int64)):
+                loop.couple(slab, table)
                 loop.steps(slab, table)
 
 
@@ -218,6 +239,13 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     values = rows.to(dtype)
     dual_matmul._dual_matmul_bwd_cuda(rows, values, matrices, matrices, values, strengths, rows, [True] * 6)
     dual_matmul_kernels.outer_product_call(rows, values, matrices, dtype, tril=-1, negative=True).launch()
+    outs = {"dv": torch.empty(2, 40, case.head_dim, dtype=dtype), "dbeta": strengths, "plus": strengths}
+    dual_matmul_kernels.values_backward_call(rows, values, strengths, rows, **outs, unstage=(8, 2)).launch()
+    places = torch.empty(2, 641, dtype=torch.int32)
+    groups = StepGroups(k_val[0], torch.empty(2, 640), places[:, 1:], places, places[:, 1:])
+    decay_write_kernels.entry_slots_call(groups, ids[0]).launch()
+    for some in ((inputs[0], rows), (None, rows), (inputs[0], None)):
+        decay_write_kernels.row_gradients_call(inputs[0], inputs[0], groups, *some).launch()
     solve._solve_bwd_cuda(square, square, square, square, strengths[None], square)
     solve_kernels.beta_backward_call(square, square, strengths, square, strengths, plus=strengths).launch()
     grads = [torch.empty(2, 2, 32, inputs[i].shape[2]) for i in (2, 3, 4, 5, 7)]
@@ -230,6 +258,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
         X, u, table = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim), torch.empty(1, dtype=torch.int64)
         weights, links = torch.empty(2, 32, 20), torch.empty(2, 640, dtype=torch.int32)
         dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, early=True).launch()
+        dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, plus=u, early=True, upper=True, many=False).launch()
         writes = decay_write_kernels.Links(links.view(2, 32, 20), weights, weights, links)
         decay_write_kernels.decay_write_by_token_call(inputs[0], table, u, writes, early=True).launch()
     assert {kernel for kernel, _, _ in launches} == kernels

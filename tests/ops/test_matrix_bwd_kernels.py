@@ -21,6 +21,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops.dual_matmul_kernels import (  # noqa: E402
+    lower_matmul_call,
     outer_product_call,
     transposed_lower_matmul_call,
     values_backward_call,
@@ -28,7 +29,7 @@ from sdm_compile.ops.dual_matmul_kernels import (  # noqa: E402
 from sdm_compile.ops.solve_kernels import beta_backward_call, lower_product_call  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 every_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=in_the_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -137,6 +138,28 @@ def test_transposed_lower_matmul(chunk: int, width: int, dtype: torch.dtype, dev
 @every_device
 @every_dtype
 @every_size
+def test_an_upper_matrix_is_a_lower_one_transposed(chunk: int, width: int, dtype: torch.dtype, device: str) -> None:
+    """Tiles that are all below the diagonal are not read."""
+    X, a, plus = integers(3, chunk, chunk).tril(), integers(3, chunk, width, seed=1), integers(3, chunk, width, seed=2)
+    X, a, plus = to(device, X, a.to(dtype), plus)
+    upper = X.mT.contiguous()
+    upper[:, 64:, :64] = NAN
+    for many in (False, True):
+        out, expected = (unwritten(3, chunk, width, device=device) for _ in range(2))
+        lower_matmul_call(upper, a, out, dtype, upper=True, many=many).launch()
+        transposed_lower_matmul_call(X, a, expected, dtype, many=many).launch()
+        assert_same_numbers(out, expected)
+        assert_same_numbers(out.double(), X.double().mT @ a.double())
+        for x, matrix, options in ((out, upper, {"upper": True}), (expected, X, {"transposed": True})):
+            x.copy_(plus)
+            lower_matmul_call(matrix, a, x, dtype, plus=x, many=many, **options).launch()
+        assert_same_numbers(out, expected)
+        assert_same_numbers(out.double(), X.double().mT @ a.double() + plus)
+
+
+@every_device
+@every_dtype
+@every_size
 def test_outer_product(chunk: int, width: int, dtype: torch.dtype, device: str) -> None:
     a, b = to(device, integers(3, chunk, width), integers(3, chunk, width, seed=1).to(dtype))
     product = a.double() @ b.double().mT
@@ -161,6 +184,57 @@ def test_values_backward(width: int, dtype: torch.dtype, device: str) -> None:
         out = unwritten(*x.shape, device=device)
         values_backward_call(du, v, beta, retrieved, *(out if i == j else None for j in range(3))).launch()
         assert_same_numbers(out, x)
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize(("first_token", "tokens"), [(0, 12), (0, 9), (4, 13), (8, 18)])
+@pytest.mark.parametrize("width", [5, 1025])
+def test_values_backward_to_a_call(width: int, first_token: int, tokens: int, dtype: torch.dtype, device: str) -> None:
+    """dv goes to the call's tokens from the first on, none beyond its end; dbeta has something added to it."""
+    streams, chunk = 2, 4
+    steps = min(3, -(-(tokens - first_token) // chunk))
+    sizes = (steps, streams, chunk)
+    du, v, retrieved = (integers(*sizes, width, seed=i) for i in range(3))
+    beta, plus = (integers(*sizes, 1, seed=i) for i in (3, 4))
+    staged = (du, v.to(dtype), beta, retrieved)
+    du, v, beta, retrieved, plus = to(device, *(x.flatten(0, 1) for x in (*staged, plus)))
+    # One chunk after the other: [P, T, D] with room for what the last one has too much.
+    expected = torch.full((streams, first_token + steps * chunk + tokens, width), NAN)
+    rows = (staged[2] * staged[0]).transpose(0, 1).flatten(1, 2)
+    expected[:, first_token : first_token + steps * chunk] = rows
+    expected = expected[:, :tokens]
+    dbeta = ((v - retrieved) * du).sum(-1, keepdim=True)
+    for dv_dtype in (F32, BF16):
+        for inplace in (False, True):
+            fence = torch.full((streams + 2, tokens, width), NAN, dtype=dv_dtype, device=device)
+            out = plus.clone() if inplace else unwritten(*plus.shape, device=device)
+            values_backward_call(
+                *(du, v, beta, retrieved),
+                dv=fence[1:-1],
+                dbeta=out,
+                plus=out if inplace else plus,
+                unstage=(first_token, streams),
+            ).launch()
+            assert_same_numbers(fence[1:-1].cpu(), expected.to(dv_dtype))
+            assert fence[[0, -1]].isnan().all()
+            assert_same_numbers(out, dbeta + plus)
+
+
+@every_device
+@pytest.mark.parametrize("unstage", [None, (3, 2)])
+def test_values_of_tokens_without_a_write_get_nothing(unstage: tuple[int, int] | None, device: str) -> None:
+    """Beside NaN and infinities too: that token wrote nothing."""
+    du, beta = integers(2, 3, 6) + 0.5, integers(2, 3, 1, seed=1) + 4
+    du[0, 1], du[1, 0, 2:4] = NAN, torch.tensor([INF, -INF])
+    beta[0, 1], beta[1, 0], beta[1, 2] = 0.0, -0.0, 0.0
+    expected = (beta * du).masked_fill(beta == 0, 0)
+    assert expected.isfinite().all() and expected.count_nonzero() == 18
+    du, beta = to(device, du, beta)
+    dv = unwritten(2, 3 if unstage is None else 6, 6, device=device)
+    values_backward_call(du, du, beta, du, dv=dv, unstage=unstage).launch()
+    assert_same_bits(dv[:, -3:].cpu(), expected)
+    assert dv[:, :-3].isnan().all()
 
 
 # --- the solve ---

@@ -22,8 +22,8 @@ from sdm_compile.ops.phase1_bwd_kernels import (  # noqa: E402
     empty_phase1_bwd_sorted_scratch,
     launch_phase1_bwd_sorted,
 )
-from sdm_compile.ops.phase1_kernels import SortConfig  # noqa: E402
 from sdm_compile.ops.slot_groups_kernels import empty_slot_groups, launch_slot_groups  # noqa: E402
+from sdm_compile.ops.slot_sort_kernels import SortConfig  # noqa: E402
 
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=in_the_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]

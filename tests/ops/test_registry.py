@@ -13,7 +13,7 @@ from sdm_compile.ops.registry import NAMESPACE, OPS, RegisteredOp
 from tests.harness import OpCase
 from tests.samples import CASES
 
-KERNELS = {"CPU": "CPU kernel", "Meta": "fake kernel", "Autograd": "autograd kernel"}
+KERNELS = {"CPU": "CPU kernel", "CUDA": "CUDA kernel", "Meta": "fake kernel", "Autograd": "autograd kernel"}
 
 
 def lacking(op: RegisteredOp, cases: Sequence[OpCase]) -> list[str]:

@@ -20,13 +20,13 @@ from tests.interpreted import in_the_interpreter, run_interpreted, without_the_i
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops import slot_groups_kernels  # noqa: E402
-from sdm_compile.ops.phase1_kernels import NO_ENTRY, SortConfig  # noqa: E402
 from sdm_compile.ops.slot_groups_kernels import (  # noqa: E402
     SlotGroups,
     SlotGroupsScratch,
     empty_slot_groups,
     launch_slot_groups,
 )
+from sdm_compile.ops.slot_sort_kernels import NO_ENTRY, SortConfig  # noqa: E402
 
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=in_the_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]

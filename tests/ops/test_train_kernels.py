@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sdm_compile import repeated_write_slots
+from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.write_read_bwd import Saved
 from sdm_compile.ops.write_read_ops import CPU, bank_gradient, empty_saved, input_gradients
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
@@ -41,7 +42,8 @@ def save(case: Case, mode: str, writer: str, slab: int) -> tuple[Tensor, Tensor,
     saved = unflattened(empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode), case)
     for x in saved:
         x.copy_(torch.full(x.shape, 7.0))
-    loops.forward(bank, inputs, case.chunk_size, readings, Saving(saved, mode, writer), slab=slab)
+    saving = Saving(saved, mode, SnapshotPlan(COMPACT, writer))
+    loops.forward(bank, inputs, case.chunk_size, readings, saving, slab=slab)
     return readings, bank, saved
 
 
@@ -92,7 +94,7 @@ BOTH = (True, True)
 GRADIENTS = [
     *((case, "none", BOTH, (1, 4)) for case in CASES),
     *((case, "none", given, (2,)) for case in CASES[:2] for given in ((True, False), (False, True))),
-    *((case, mode, BOTH, (2,)) for case in CASES for mode in ("bf16", "fp8", "int4")),
+    *((case, mode, BOTH, (2,)) for case in CASES[1::2] for mode in ("bf16", "fp8", "int4")),
 ]
 
 

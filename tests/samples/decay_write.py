@@ -14,7 +14,7 @@ from tests.cases import Case
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
 
 from .row_quant import LOSSY_DTYPES, empty_rows
-from .shapes import EDGES, EVERY_STEP, OTHER_CHUNK, RAGGED, REUSE, chunked, middle_step
+from .shapes import EDGES, EVERY_STEP, EVERY_STEP_BWD, OTHER_CHUNK, RAGGED, REUSE, chunked, middle_step
 
 
 def _args(case: Case, dtype: torch.dtype) -> list[Tensor]:
@@ -66,7 +66,7 @@ CASES = [
     OpCase(
         "decay_write_bwd",
         [
-            *(Sample(c.name, lambda dtype, c=c: _bwd_args(c, dtype)) for c in EVERY_STEP),
+            *(Sample(c.name, lambda dtype, c=c: _bwd_args(c, dtype)) for c in EVERY_STEP_BWD),
             Sample("every other gradient", lambda dtype: _bwd_args(EDGES, dtype, (True, False, True, False))),
             Sample("the others", lambda dtype: _bwd_args(REUSE, dtype, (False, True, False, True))),
             Sample("no gradient", lambda dtype: _bwd_args(RAGGED, dtype, (False,) * 4)),

@@ -36,10 +36,15 @@ NO_SLOT = Case("no slot at all", streams=1, tokens=5, no_slot=1.0)
 NO_STREAMS = Case("no streams", streams=0)
 NO_TOKENS = Case("no tokens", tokens=0)
 
+ONE_SLOT = Case("all to one slot", tokens=18, writes=1, reads=2, slots=1, chunk_size=6)
+WIDE = Case("several blocks of columns", tokens=9, head_dim=1030, slots=4, chunk_size=3)
+MANY_GROUPS = Case("several blocks of groups", tokens=130, slots=400, chunk_size=64)
+
 EVERY = [RAGGED, OTHER_SIZES, ONE, REUSE, WRITE_GATES, EDGES, ERASED, NO_SLOT, NO_STREAMS, NO_TOKENS]
 # For stages that see chunks alone, whose size is then one more size to differ.
 EVERY_CHUNKED = [RAGGED, OTHER_CHUNK, *EVERY[2:]]
 EVERY_STEP = EVERY_CHUNKED[:-1]  # for stages that see one step: there must be one
+EVERY_STEP_BWD = [*EVERY_STEP, ONE_SLOT, WIDE, MANY_GROUPS]
 
 
 class Chunked(NamedTuple):

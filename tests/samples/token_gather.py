@@ -12,7 +12,7 @@ from sdm_compile.ops.checks import accumulate_dtype
 from tests.cases import Case
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
 
-from .shapes import EDGES, EVERY_STEP, RAGGED, chunked, middle_step
+from .shapes import EDGES, EVERY_STEP, EVERY_STEP_BWD, RAGGED, chunked, middle_step
 
 
 def _args(case: Case, dtype: torch.dtype) -> list[Tensor]:
@@ -43,7 +43,7 @@ CASES = [
     OpCase(
         "token_gather_bwd",
         [
-            *(Sample(c.name, lambda dtype, c=c: _bwd_args(c, dtype)) for c in EVERY_STEP),
+            *(Sample(c.name, lambda dtype, c=c: _bwd_args(c, dtype)) for c in EVERY_STEP_BWD),
             Sample("the bank's gradient alone", lambda dtype: _bwd_args(EDGES, dtype, (True, False, False))),
             Sample("all but the bank's gradient", lambda dtype: _bwd_args(RAGGED, dtype, (False, True, True))),
             Sample("no gradient", lambda dtype: _bwd_args(RAGGED, dtype, (False, False, False))),

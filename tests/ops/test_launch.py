@@ -1,0 +1,181 @@
+"""The eager path on CUDA in Triton's interpreter: captured loops replayed by fake graphs, against the CPU's ops.
+
+Streams and events do nothing, as launches run in order; a captured graph is the launches that made it. So what a replay
+takes from the call that was captured, and not from its table, shows. The interpreter has to be chosen before Triton is
+imported, so that these tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdm_compile.ops.snapshot import dequantize_rows
+from sdm_compile.ops.write_read_bwd import Saved
+from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients
+from tests.cases import RAGGED, TANGLED, Case
+from tests.harness import assert_close, assert_same_bits, normal_like
+from tests.interpreted import in_the_interpreter, run_interpreted
+
+pytest.importorskip("triton")
+from sdm_compile.ops import launch, write_read_cuda
+from sdm_compile.ops.launch import captured_loops, free_captured_loops
+
+
+def test_in_a_process_of_its_own() -> None:
+    run_interpreted(__file__)
+
+
+class FakeEvent:
+    def record(self, stream: FakeStream) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class FakeStream:
+    device = torch.device("cpu")
+    device_index = cuda_stream = 0
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None: ...
+
+    def wait_stream(self, other: FakeStream) -> None: ...
+
+    def wait_event(self, event: FakeEvent) -> None: ...
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
+
+
+@dataclass
+class FakeGraph:
+    replay: Callable[[], None]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
+    """The graphs that are captured on the way."""
+    captured: list[FakeGraph] = []
+
+    def capture(device: torch.device, launches: Callable[[], None], priority: int = 0) -> FakeGraph:
+        launches()
+        captured.append(FakeGraph(launches))
+        return captured[-1]
+
+    def stream(stream: FakeStream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream())
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(launch, "_captured_graph", capture)
+    monkeypatch.setattr(write_read_cuda, "launches_are_watched", lambda: False)
+    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda limit, steps: 2)
+    free_captured_loops()
+    yield captured
+    free_captured_loops()
+
+
+class Outputs(NamedTuple):
+    readings: Tensor
+    bank: Tensor
+    saved: Saved
+    grads: list[Tensor]  # of the bank before, and of the float inputs
+
+
+def rows_of_groups(saved: Saved, case: Case) -> Tensor:
+    """What the rows of the groups that there are stand for."""
+    rows = dequantize_rows(saved.snapshot, saved.scales, "none", case.head_dim, torch.float32)
+    return rows[saved.group_slot >= 0]
+
+
+def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
+    memory, *inputs = case.make(torch.float32, seed)
+    bank = memory.clone()
+    readings, saved, _ = CUDA.save(bank, inputs, case.chunk_size, mode)
+    final = bank.clone()
+    grads = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
+    dreadings = normal_like(readings, seed + 2)
+    assert CUDA.backward(dreadings, grads[0], bank, inputs, saved, case.chunk_size, mode, grads[1:]) == "triton"
+    assert_same_bits(bank, final)
+    return Outputs(readings, bank, saved, grads)
+
+
+def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
+    """A forward that saves has the CPU's values; its gradients are those that the CPU takes of what it saved."""
+    memory, *inputs = case.make(torch.float32, seed)
+    bank = memory.clone()
+    readings, saved, _ = CPU.save(bank, inputs, case.chunk_size, mode)
+    assert_close((got.readings, got.bank), (readings, bank))
+    rows = ("snapshot", "scales")
+    assert_close(*([x for name, x in s._asdict().items() if name not in rows] for s in (got.saved, saved)))
+    if mode == "none":  # elsewhere a bit of a row may be a whole code
+        assert_close(*(rows_of_groups(s, case) for s in (got.saved, saved)))
+    expected = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
+    dreadings = normal_like(readings, seed + 2)
+    CPU.backward(dreadings, expected[0], got.bank, inputs, got.saved, case.chunk_size, mode, expected[1:])
+    assert_close(got.grads, expected)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("mode", ["none", "int4"])
+@pytest.mark.parametrize("case", [RAGGED, replace(TANGLED, tokens=15, chunk_size=4)], ids=lambda case: case.name)
+def test_captured_and_replayed(case: Case, mode: str, graphs: list[FakeGraph]) -> None:
+    """The calls have banks of their own, and the second one other numbers; what each was given must stay as it is."""
+    calls, kept, captured = [], [], []
+    for seed in (0, 1, 0):
+        calls.append(on_cuda(case, mode, seed))
+        kept.append(copies(calls[-1]))
+        captured.append((len(graphs), captured_loops()))
+    # Two slabs of each direction, of two graphs forward and three backward. The first backward needs more memory than
+    # the forward before it, whose loops the second call then captures again; the third one replays all.
+    assert captured == [(10, 2), (14, 4), (14, 4)]
+    assert_same_bits([copies(call) for call in calls], kept)
+    assert_same_bits(kept[2], kept[0])
+    for seed in range(2):
+        assert_right(calls[seed], case, mode, seed)
+
+
+def copies(outputs: Outputs) -> list[Tensor]:
+    """Everything but the rows that are nobody's."""
+    saved = outputs.saved
+    used = saved.group_slot >= 0
+    rows = saved.snapshot.view(torch.uint8)[used], saved.scales[used] if len(saved.scales) else saved.scales
+    others: list[Any] = [x for name, x in saved._asdict().items() if name not in ("snapshot", "scales")]
+    return [x.clone() for x in (outputs.readings, outputs.bank, *others, *rows, *outputs.grads)]
+
+
+def kept_bytes() -> list[int]:
+    """Of the working memories that there are."""
+    return [len(memory.bytes) for memories in launch._memories.values() for memory in memories]
+
+
+@in_the_interpreter
+def test_calls_of_all_sizes_share_two_working_memories(graphs: list[FakeGraph]) -> None:
+    """Each as large as the largest call so far needs it; the loops of a smaller one are captured anew, and once."""
+    small = replace(RAGGED, tokens=8, chunk_size=2)
+    cases = [
+        small,
+        replace(TANGLED, tokens=15, chunk_size=4),
+        replace(TANGLED, streams=3, tokens=19, chunk_size=5, head_dim=40),
+        *(small, small),
+    ]
+    sizes, captured = [], []
+    for seed, case in enumerate(cases):
+        assert_right(on_cuda(case, "none", seed), case, "none", seed)
+        sizes.append(kept_bytes())
+        captured.append((len(graphs), captured_loops()))
+    assert [len(memories) for memories in sizes] == [2] * len(cases)
+    for grown in zip(*sizes, strict=True):
+        assert 0 < grown[0] < grown[1] < grown[2] == grown[3] == grown[4]
+    # As above; what needs more memory drops what was captured on less.
+    assert captured == [(10, 2), (20, 2), (30, 2), (40, 6), (40, 6)]
