@@ -36,19 +36,16 @@ class KernelCall(NamedTuple):
         Raises:
             UnsupportedConfigurationError: more programs than a grid has room for.
         """
-        if max(self.grid[1:], default=0) > MAX_GRID:
-            raise UnsupportedConfigurationError(
-                f"one launch would need a grid of {self.grid}, of which all but the first are at most {MAX_GRID}: "
-                "use fewer streams, or a smaller chunk"
-            )
+        self._check_grid()
         if all(self.grid):
             self.kernel[self.grid](*self.args, **self.options)
 
     def launch_again(self) -> None:
         """As `launch`, but bound from the third time on that a kernel is launched alike on this device.
 
-        Alike: but for addresses, and for integers that the kernel is not specialized for.
+        Alike: but for addresses, and for integers below 2**31 that the kernel is not specialized for.
         """
+        self._check_grid()
         addresses = self.addresses()
         if not (all(self.grid) and can_bind(self.kernel) and _aligned(addresses)):
             self.launch()
@@ -63,6 +60,13 @@ class KernelCall(NamedTuple):
         _known[kind] = BoundKernel(self) if kind in _known else None
         while len(_known) > MAX_KNOWN:
             _known.popitem(last=False)
+
+    def _check_grid(self) -> None:
+        if max(self.grid[1:], default=0) > MAX_GRID:
+            raise UnsupportedConfigurationError(
+                f"one launch would need a grid of {self.grid}, of which all but the first are at most {MAX_GRID}: "
+                "use fewer streams, or a smaller chunk"
+            )
 
     def _kind(self) -> Hashable:
         free = _unspecialized(self.kernel)

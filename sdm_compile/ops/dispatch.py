@@ -39,6 +39,17 @@ class LastDispatch:
 _thread = threading.local()
 
 
+def thread_records() -> dict[str, Dispatch]:
+    """This thread's latest calls; to be handed to `record_for` by another one."""
+    return vars(_thread)
+
+
+def record_for(records: dict[str, Dispatch], kind: str) -> None:
+    """Copies this thread's latest call of that kind to another thread's: autograd runs backwards in one of its own."""
+    if kind in vars(_thread):
+        records[kind] = vars(_thread)[kind]
+
+
 def record(kind: str, dispatch: Dispatch) -> None:
     """Keeps `dispatch` as this thread's latest call of that kind: "forward", "backward" or "decode"."""
     setattr(_thread, kind, dispatch)
@@ -48,7 +59,8 @@ def last_dispatch() -> LastDispatch:
     """What the latest forward, backward and decode of this thread decided.
 
     Returns:
-        `LastDispatch`, frozen. Calls that only trace, and replays of a CUDA graph, do not update it.
+        `LastDispatch`, frozen. Calls that only trace, and replays of a CUDA graph, do not update it. A backward on CUDA
+        counts for the thread that ran its forward; in a compiled function, for autograd's own.
     Note: SPEC section 4.
     """
     return LastDispatch(**vars(_thread))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .bound import KernelCall
 
 MAX_LOOPS = 32  # captured loops kept at a time, over all signatures, devices and streams
+MAX_BYTES = 4 * 2**30  # of working memory kept, over all devices and streams, beside that of the latest call
 ADDRESSES = 6  # a step's entries in a table; even, so that every step's are aligned to 16 bytes
 
 
@@ -98,7 +99,8 @@ def eviction_hint(bank: Tensor, rows: int) -> str:
 def from_table(p, p_table, n: tl.constexpr):  # type: ignore[no-untyped-def]
     """The pointer p, at the address that is a step's entry n of a table: a multiple of 16.
 
-    An address that is not one is no danger where rows have an odd number of bytes, as nothing then relies on it.
+    The part of a step may be at another address where its rows are no multiple of 16 bytes: a kernel then knows of no
+    row where it is, and relies on nothing.
     """
     return tl.multiple_of(tl.load(p_table + n).to(tl.pointer_type(p.dtype.element_ty)), 16)
 
@@ -141,14 +143,15 @@ class _Memory:
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
-    def grow(self, loops: Sequence[StepLoop], device: torch.device) -> bool:
-        """Makes room for each of the loops; whether it moved."""
+    def needs(self, loops: Sequence[StepLoop]) -> int:
+        """How large it has to become for these loops; 0 if it is large enough."""
         size = max((loop.memory_bytes for loop in loops), default=0)
-        if size <= len(self.bytes):
-            return False
-        self.bytes = torch.empty(0, dtype=torch.uint8)  # frees it first
+        return size if size > len(self.bytes) else 0
+
+    def become(self, size: int, device: torch.device) -> None:
+        """Takes fresh memory instead of what it had, which is freed first, if no view of it is left."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        return True
 
     def of(self, loop: StepLoop) -> Any:
         """The loop's memory."""
@@ -165,7 +168,7 @@ class _Memory:
 def own_memory(loop: StepLoop, device: torch.device) -> Any:
     """Working memory of one loop that shares it with no other."""
     memory = _Memory()
-    memory.grow([loop], device)
+    memory.become(loop.memory_bytes, device)
     return memory.of(loop)
 
 
@@ -218,7 +221,7 @@ class _Plain:
 
 @dataclass
 class _Captured:
-    memory: Any
+    memory: Any  # None once it is retired: memory is reused in the order of its stream, and may go before the graphs
     table: Tensor  # [steps, ADDRESSES] int64 on the device
     couple_graph: torch.cuda.CUDAGraph
     conclude_graph: torch.cuda.CUDAGraph | None
@@ -263,7 +266,7 @@ def run_plainly(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> N
     """Runs all loops one after the other by plain launches on the current stream."""
     memories, streams = (_Memory(), _Memory()), _new_streams(device)
     for k, memory in enumerate(memories):
-        memory.grow([loop for loops in groups for loop in loops[k::2]], device)
+        memory.become(memory.needs([loop for loops in groups for loop in loops[k::2]]), device)
     for loops in groups:
         _run_overlapped(loops, _runners(loops, lambda loop, k: _Plain(memories[k].of(loop))), streams)
 
@@ -285,17 +288,20 @@ def replay(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
         if where not in _streams:
             _streams[where] = _new_streams(device)
             _memories[where] = (_Memory(), _Memory())
-        for k, memory in enumerate(_memories[where]):
-            if memory.grow([loop for loops in groups for loop in loops[k::2]], device):
-                _forget((k, *where))
-        runners = [_runners(loops, runner) for loops in groups]
+        with torch.inference_mode(False):  # what is kept serves calls in any mode
+            for k, memory in enumerate(_memories[where]):
+                size = memory.needs([loop for loops in groups for loop in loops[k::2]])
+                if size:
+                    _forget([key for key in _captured if key[1:] == (k, *where)])
+                    memory.become(size, device)
+            runners = [_runners(loops, runner) for loops in groups]
         try:
             for loops, runners_of_group in zip(groups, runners, strict=True):
                 _run_overlapped(loops, runners_of_group, _streams[where])
         finally:
             for captured in itertools.chain(*runners):
                 captured.done.record(stream)
-            _retire()
+            _retire(where)
 
 
 def _runners(loops: Sequence[StepLoop], runner_of: Callable[[StepLoop, int], _R]) -> list[_R]:
@@ -357,20 +363,30 @@ def _captured_graph(device: torch.device, launch: Callable[[], None], priority: 
     return graph
 
 
-def _retire() -> None:
-    """Drops the loops that were used longest ago; one that still runs is kept until it has ended."""
-    while len(_captured) > MAX_LOOPS:
-        _retired.append(_captured.popitem(last=False)[1])
-    _retired[:] = [loop for loop in _retired if not loop.done.query()]
-    used = {key[2:] for key in _captured}
+def _retire(latest: tuple[int, int]) -> None:
+    """Drops the loops that were used longest ago, and the memories of streams that have none, or were used longest ago.
+
+    A loop that still runs is kept until it has ended. latest: the device and stream of the latest call.
+    """
+    _forget(list(_captured)[: max(0, len(_captured) - MAX_LOOPS)])
+    used = list(dict.fromkeys(key[2:] for key in reversed(_captured)))  # the latest first
+    kept = 0
+    for where in [latest, *(where for where in used if where != latest)]:
+        kept += sum(len(memory.bytes) for memory in _memories[where])
+        if kept > MAX_BYTES and where != latest:
+            _forget([key for key in _captured if key[2:] == where])
+    used = [latest, *{key[2:] for key in _captured}]
     for where in [where for where in _memories if where not in used]:
         del _memories[where], _streams[where]
+    _retired[:] = [loop for loop in _retired if not loop.done.query()]
 
 
-def _forget(memory: tuple[int, int, int]) -> None:
-    """Drops the loops of a memory: which of the two, of a device and stream."""
-    for key in [key for key in _captured if key[1:] == memory]:
-        _retired.append(_captured.pop(key))
+def _forget(keys: Iterable[tuple[Any, ...]]) -> None:
+    """Retires the loops of these keys."""
+    for key in keys:
+        loop = _captured.pop(key)
+        loop.memory = None
+        _retired.append(loop)
 
 
 def captured_loops() -> int:

@@ -1,4 +1,4 @@
-"""The backward of the write/read: its steps in reverse, on a bank walked back from the snapshot (SPEC section 3).
+"""The write/read's backward on the CPU: steps in reverse, on a bank walked back from the snapshot (SPEC section 3).
 
 `dM` is the gradient of the bank after the step at hand; per step it becomes the gradient of the bank before it. The
 matrices of all steps are then differentiated at once, through Phase 1 and the staging.

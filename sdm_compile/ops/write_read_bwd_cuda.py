@@ -1,4 +1,4 @@
-"""The write/read's backward on CUDA: the forward's slabs of steps, the last one first, and each one's last step first.
+"""The write/read's backward on CUDA: slabs of steps, the last one first, and each one's last step first.
 
 A slab's steps update the gradient of the bank in place; what needs no bank runs for all steps of a slab at once, before
 and after them (SPEC section 3).
@@ -6,7 +6,7 @@ and after them (SPEC section 3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,6 +44,7 @@ from .step_bwd_kernels import (
 from .write_read_bwd import Saved
 from .write_read_cuda import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 
+# `order` and the groups' starts and slots are for the CPU's backward: here writes and reads are grouped together.
 KEPT = ("QX", "A", "k_eff", "q_w", "write_w", "group_decay")  # what a slab takes over of `Saved`
 
 
@@ -230,7 +231,7 @@ class _SlabLoop:
             for launch in launches:
                 launch(step)
 
-    def _calls(self, slab: Slab, table: Tensor | None):  # type: ignore[no-untyped-def]
+    def _calls(self, slab: Slab, table: Tensor | None) -> tuple[Callable[[int], KernelCall], ...]:
         """A step's launches, in order."""
         call, shape, staged, kept = self.call, self.signature, slab.staged, slab.kept
         early = launches_early(call.bank)
@@ -318,7 +319,7 @@ def backward_cuda(
     saved: what the forward filled, unflattened and contiguous. grads: [P, T, *] of k_val, v, beta, g and q_val, fresh.
     """
     call = call_of(dreadings, dM, final_memory, inputs, saved, mode, grads)
-    run_loops(list(call_loops(call, chunk_size)), dM, call.bank)
+    run_loops(list(call_loops(call, chunk_size)), dM, call.bank, saved.snapshot, saved.scales)
 
 
 def call_of(

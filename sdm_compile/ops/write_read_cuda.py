@@ -42,7 +42,8 @@ def working_bytes(bank: Tensor, streams: int, training: bool) -> int:
     """
     least, share, most = (32, 0.8, 208) if training else (64, 0.7, 576)
     by_bank = min(int(bank.numel() * bank.element_size() * share), most * 2**20)
-    return max(least * 2**20, by_bank, streams * (8 if training else 4) * 2**20)
+    by_streams = min(streams * (8 if training else 4), 1024) * 2**20
+    return max(least * 2**20, by_bank, by_streams)
 
 
 def slab_steps(limit: int, steps: int) -> int:
@@ -283,16 +284,17 @@ def write_read_cuda(
     saving: what to keep for a backward, all contiguous. Returns the route: which kernel writes the bank's rows.
     """
     groups = list(call_loops(bank, inputs, chunk_size, readings, saving, count_repeats))
-    run_loops(groups, bank)
+    kept = () if saving is None else (saving.saved.snapshot, saving.saved.scales, saving.saved.retrieved)
+    run_loops(groups, bank, *kept)
     return "triton by token" if groups and groups[0][0].signature.by_token else "triton by group"
 
 
-def run_loops(groups: Sequence[Sequence[StepLoop]], *banks: Tensor) -> None:
-    """Runs loops one after the other, as the situation asks for; `banks` are what a table would have to address."""
-    device = banks[0].device
+def run_loops(groups: Sequence[Sequence[StepLoop]], *addressed: Tensor) -> None:
+    """Runs loops one after the other, as the situation asks for; `addressed` is what a table would have to name."""
+    device = addressed[0].device
     capturing = current_situation(device) is Situation.CAPTURING
-    # A bank at an odd address would need kernels of its own in every captured loop.
-    odd = any(bank.data_ptr() % ALIGNMENT for bank in banks)
+    # A tensor at an odd address would need kernels of its own in every captured loop.
+    odd = any(x.data_ptr() % ALIGNMENT for x in addressed)
     run = run_plainly if capturing or launches_are_watched() or odd else replay
     run(groups, device)
 

@@ -23,7 +23,7 @@ from .checks import (
     check_token_inputs,
 )
 from .decay_write import decay_write_
-from .dispatch import Dispatch, record
+from .dispatch import Dispatch, record, record_for, thread_records
 from .layout import ChunkFields, StepGroups, empty, empty_gradients, num_steps, wanted_gradients
 from .registry import register
 from .situation import current_situation
@@ -400,7 +400,7 @@ write_read_bwd_op = register(
 
 def _setup_write_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[1], *inputs[1:8], *output[2:])
-    ctx.settings = inputs[8:]
+    ctx.settings, ctx.records = inputs[8:], thread_records()
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
@@ -410,6 +410,7 @@ def _write_read_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | No
         return (None,) * 11
     mask = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 7)]
     grads = write_read_bwd_op(dreadings, dfinal, *ctx.saved_tensors, *ctx.settings, mask)
+    record_for(ctx.records, "backward")
     dmemory, dk_val, dv, dbeta, dg, dq_val = wanted_gradients(grads, mask)
     return dmemory, None, dk_val, dv, dbeta, dg, None, dq_val, None, None, None
 

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from .checks import check_devices, check_dtype, check_shape
+from .dispatch import record_for, thread_records
 from .layout import empty, num_steps, wanted_gradients
 from .registry import register
-from .snapshot import RECOMPUTE
+from .snapshot import RECOMPUTE, check_rows
 from .write_read_ops import (
     CPU,
     CUDA,
@@ -50,20 +51,25 @@ def _cut(inputs: Inputs, chunk_size: int, count: int) -> list[tuple[Tensor, ...]
 
 
 def _empty_banks(memory: Tensor, inputs: Inputs, chunk_size: int) -> Tensor:
-    return empty((segments(memory.shape[0], inputs[0], chunk_size), *memory.shape), memory)
+    streams, tokens, writes = inputs[0].shape
+    count = segments(memory.shape[0], inputs[0], chunk_size)
+    steps = num_steps(num_steps(tokens, chunk_size), count)
+    check_rows(steps * streams * chunk_size * writes, memory.device)
+    return empty((count, *memory.shape), memory)
 
 
 def _write_read_recompute(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *inputs, chunk_size, _ = args
     check_write_read(memory, inputs, chunk_size)
     bank, readings = empty_bank(memory).copy_(memory), empty_readings(memory, inputs[0])
-    banks, route = _empty_banks(memory, inputs, chunk_size), ""
+    banks, routes = _empty_banks(memory, inputs, chunk_size), []
     parts = _cut(inputs, chunk_size, len(banks))
     for kept, part, out in zip(banks, parts, _cut([readings], chunk_size, len(banks)), strict=True):
         kept.copy_(bank)
         found, route = on.forward(bank, part, chunk_size)
+        routes.append(route)
         out[0].copy_(found)
-    record_call("forward", "write_read_recompute", bank, inputs, chunk_size, route, saving=True, mode=RECOMPUTE)
+    record_call("forward", "write_read_recompute", bank, inputs, chunk_size, routes[0], saving=True, mode=RECOMPUTE)
     return readings, bank, banks
 
 
@@ -89,19 +95,26 @@ def _check_recompute_bwd(
     check_devices(banks=banks, dreadings=dreadings, dfinal=dfinal)
 
 
+def _segment_backward(
+    on: Route, dreadings: Tensor | None, dM: Tensor, start: Tensor, inputs: Inputs, chunk_size: int
+) -> tuple[str, list[Tensor]]:
+    """One segment from the bank before it: the route taken and the inputs' gradients. Its snapshot ends with it."""
+    bank, grads = empty_bank(start).copy_(start), input_gradients(inputs)
+    _, saved, _ = on.save(bank, inputs, chunk_size, "none", count_repeats=False)
+    return on.backward(dreadings, dM, bank, inputs, saved, chunk_size, "none", grads), grads
+
+
 def _write_read_recompute_bwd(
     on: Route, dreadings: Tensor | None, dfinal: Tensor | None, banks: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     *inputs, chunk_size, grad_bank_fp32, mask = args
     _check_recompute_bwd(dreadings, dfinal, banks, inputs, chunk_size)
-    dM, grads, route = bank_gradient(dfinal, banks[0], grad_bank_fp32), input_gradients(inputs), ""
-    count = len(banks)
+    dM, grads, count = bank_gradient(dfinal, banks[0], grad_bank_fp32), input_gradients(inputs), len(banks)
     parts, grads_of_parts = _cut(inputs, chunk_size, count), _cut(grads, chunk_size, count)
     of_readings = [None] * count if dreadings is None else [x for (x,) in _cut([dreadings], chunk_size, count)]
+    route = ""
     for i in reversed(range(count)):
-        bank, made = empty_bank(banks[i]).copy_(banks[i]), input_gradients(parts[i])
-        _, saved, _ = on.save(bank, parts[i], chunk_size, "none", count_repeats=False)
-        route = on.backward(of_readings[i], dM, bank, parts[i], saved, chunk_size, "none", made)
+        route, made = _segment_backward(on, of_readings[i], dM, banks[i], parts[i], chunk_size)
         for grad, x in zip(grads_of_parts[i], made, strict=True):
             grad.copy_(x)
     record_call("backward", "write_read_recompute_bwd", dM, inputs, chunk_size, route, saving=True, mode=RECOMPUTE)
@@ -127,7 +140,7 @@ write_read_recompute_bwd_op = register(
 
 def _setup_recompute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[2], *inputs[1:8])
-    ctx.settings = inputs[8:]
+    ctx.settings, ctx.records = inputs[8:], thread_records()
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
@@ -137,6 +150,7 @@ def _recompute_backward(ctx: Any, dreadings: Tensor | None, dfinal: Tensor | Non
         return (None,) * 10
     mask = [ctx.needs_input_grad[i] for i in (0, 2, 3, 4, 5, 7)]
     grads = write_read_recompute_bwd_op(dreadings, dfinal, *ctx.saved_tensors, *ctx.settings, mask)
+    record_for(ctx.records, "backward")
     dmemory, dk_val, dv, dbeta, dg, dq_val = wanted_gradients(grads, mask)
     return dmemory, None, dk_val, dv, dbeta, dg, None, dq_val, None, None
 

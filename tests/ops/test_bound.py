@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from sdm_compile.ops import bound  # noqa: E402
 from sdm_compile.ops.bound import BoundKernel, CallsOfOneSignature, KernelCall, each_step  # noqa: E402
+from sdm_compile.ops.checks import UnsupportedConfigurationError  # noqa: E402
 
 NOTHING_BOUND: list[list[int]] = []
 
@@ -198,6 +199,13 @@ def test_what_is_not_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = len(kernel.launched), len(Bound.calls)
     KernelCall(kernel, (3, 0), (x, x), {}).launch_again()
     assert (len(kernel.launched), len(Bound.calls)) == launched
+
+
+def test_a_grid_that_is_too_large_is_refused_however_often_it_was_launched_before() -> None:
+    kernel, x = Kernel(), aligned(4)
+    assert [again(kernel, x) for _ in range(3)] == [False, False, True]
+    with pytest.raises(UnsupportedConfigurationError, match="65535"):
+        KernelCall(kernel, (1, 65536), (x,), {}).launch_again()
 
 
 def test_so_many_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from sdm_compile.ops import (  # noqa: E402
     phase1_kernels,
     row_quant_kernels,
     slot_groups_kernels,
+    slot_sort_kernels,
     solve_kernels,
     staging_kernels,
     token_gather_kernels,
@@ -214,7 +215,8 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     kernels = set()
     modules = (
         *(staging_kernels, phase1_kernels, phase1_bwd_kernels, solve_kernels),
-        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels, slot_groups_kernels),
+        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels),
+        *(slot_groups_kernels, slot_sort_kernels),
     )
     for module in modules:
         for name, kernel in list(vars(module).items()):
