@@ -189,9 +189,19 @@ def test_without_a_gpu(monkeypatch, capsys) -> None:
 def test_readme_says_what_the_results_say() -> None:
     results = RESULTS.read_text()
     readme = " ".join((RESULTS.parent.parent / "README.md").read_text().split())
-    for subject, said in {"No-grad": "takes", "Decode step": "a decode step", "Product-key": "the top-k"}.items():
+    subjects = {
+        "No-grad": "takes",
+        "Training: a forward": "a train step",
+        "Decode step": "a decode step",
+        "Product-key": "the top-k",
+    }
+    for subject, said in subjects.items():
         ratios = plot.column(results, subject, "x published").values()
         assert f"{said} {min(ratios):.2f} to {max(ratios):.2f}" in readme
+    memory, time = (
+        plot.column(results, "Training on 131,072", name)["recompute"] for name in ("x none's peak", "x none")
+    )
+    assert f"trains in {memory} of the memory and {time} times the time" in readme
     cold = plot.column(results, "Cold start", "first call s")
     assert f"takes {cold['empty']} s with an empty cache of compiled kernels and {cold['full']} s with a full" in readme
 
