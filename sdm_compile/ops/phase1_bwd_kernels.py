@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .layout import empty
 from .phase1_kernels import rows_per_program
-from .slot_groups_kernels import JoinedSort, _any, _entry_at, _parts, empty_joined_sort, launch_joined_sort
+from .slot_groups_kernels import JoinedSort, any_of, empty_joined_sort, entry_at, entry_parts, launch_joined_sort
 
 MAX_CHUNKS = 65535  # of one launch: CUDA's limit on that axis of a grid
 MAX_ENTRIES = 2**23  # of one launch, so that the scratch, about 35 bytes an entry, does not grow with the call
@@ -77,7 +77,7 @@ def _walk_kernel(
     slot = (key >> 32).to(tl.int32)
     entry = key.to(tl.int32)
     held = entry >= 0
-    token, read, own = _parts(entry, W, R)
+    token, read, own = entry_parts(entry, W, R)
     write = held & ~read
     value = _load_either(p_k_val, p_q_val, own, read, held)
     dvalue = tl.zeros([B], tl.float32)
@@ -87,9 +87,9 @@ def _walk_kernel(
     until = tl.load(p_g + (own if GATES == W else token), mask=write, other=0.0)
     first = write
     distance = 1
-    other, on = _entry_at(p_keys, o_e - distance, slot, held, entries)
-    while _any(on):
-        token_o, read_o, own_o = _parts(other, W, R)
+    other, on = entry_at(p_keys, o_e - distance, slot, held, entries)
+    while any_of(on):
+        token_o, read_o, own_o = entry_parts(other, W, R)
         pair = on & ~read_o
         weight = tl.load(p_k_val + own_o, mask=pair, other=0.0).to(tl.float32)
         grad = _load_either(p_dA, p_dQK, token * C + token_o, read, pair) * tl.exp(until)
@@ -98,21 +98,21 @@ def _walk_kernel(
         until += tl.load(p_g + (own_o if GATES == W else token_o), mask=pair, other=0.0)
         first &= ~pair
         distance += 1
-        other, on = _entry_at(p_keys, o_e - distance, slot, on, entries)
+        other, on = entry_at(p_keys, o_e - distance, slot, on, entries)
 
     # Forwards from a write over all that comes later: its column of A and QK. `later` ends as Lt - L.
     later = tl.zeros([B], tl.float32)
     distance = 1
-    other, on = _entry_at(p_keys, o_e + distance, slot, write, entries)
-    while _any(on):
-        token_o, read_o, own_o = _parts(other, W, R)
+    other, on = entry_at(p_keys, o_e + distance, slot, write, entries)
+    while any_of(on):
+        token_o, read_o, own_o = entry_parts(other, W, R)
         later += tl.load(p_g + (own_o if GATES == W else token_o), mask=on & ~read_o, other=0.0)
         weight = _load_either(p_k_val, p_q_val, own_o, read_o, on)
         grad = _load_either(p_dA, p_dQK, token_o * C + token, read_o, on) * tl.exp(later)
         dvalue += weight * grad
         dL -= value * weight * grad
         distance += 1
-        other, on = _entry_at(p_keys, o_e + distance, slot, on, entries)
+        other, on = entry_at(p_keys, o_e + distance, slot, on, entries)
 
     deffective = _load_either(p_dk_eff + chunk * (C * W), p_dq_w + chunk * (C * R), own, read, held) * tl.exp(until)
     dwrite = tl.load(p_dwrite_w + chunk * (C * W) + own, mask=write, other=0.0) * tl.exp(later)
@@ -158,27 +158,27 @@ def _gates_kernel(
     key = tl.load(p_keys + o_e, mask=o_e < entries, other=-1)
     slot = (key >> 32).to(tl.int32)
     entry = key.to(tl.int32)
-    _, read, own = _parts(entry, W, R)
+    _, read, own = entry_parts(entry, W, R)
     write = (entry >= 0) & ~read
 
     total = tl.load(p_dL + at, mask=write, other=0.0)
     distance = 1
-    _, on = _entry_at(p_keys, o_e + distance, slot, write, entries)
-    while _any(on):
+    _, on = entry_at(p_keys, o_e + distance, slot, write, entries)
+    while any_of(on):
         total += tl.load(p_dL + at + distance, mask=on, other=0.0)
         distance += 1
-        _, on = _entry_at(p_keys, o_e + distance, slot, on, entries)
+        _, on = entry_at(p_keys, o_e + distance, slot, on, entries)
 
     first = write
     distance = 1
-    other, on = _entry_at(p_keys, o_e - distance, slot, write, entries)
-    while _any(on):
-        _, read_o, _ = _parts(other, W, R)
+    other, on = entry_at(p_keys, o_e - distance, slot, write, entries)
+    while any_of(on):
+        _, read_o, _ = entry_parts(other, W, R)
         pair = on & ~read_o
         total += tl.load(p_dlater + at - distance, mask=pair, other=0.0)
         first &= ~pair
         distance += 1
-        other, on = _entry_at(p_keys, o_e - distance, slot, on, entries)
+        other, on = entry_at(p_keys, o_e - distance, slot, on, entries)
 
     group = earlier + tl.cumsum(first.to(tl.int32), axis=0) - 1  # the ordinal of the write's slot
     ddecay = tl.load(p_dgroup_decay + chunk * (C * W) + group, mask=write, other=0.0)

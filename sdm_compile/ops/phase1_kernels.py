@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import ChunkFields, empty
-from .slot_sort_kernels import NO_ENTRY, PLACES, _inside, _token, sort_by_slot
+from .slot_sort_kernels import NO_ENTRY, PLACES, inside, sort_by_slot, token_of
 
 
 @triton.constexpr_function
@@ -65,7 +65,7 @@ def _order_kernel(
     chunk = tl.program_id(1).to(tl.int64)
     # Taken as scattered places, so that loads and stores of all kinds keep one layout.
     o_e = tl.max_contiguous(tl.program_id(0) * B + tl.arange(0, B), 1)
-    m_e = _inside(o_e, ENTRIES, B)
+    m_e = inside(o_e, ENTRIES, B)
     p_keys += chunk * ENTRIES
     key = tl.load(p_keys + o_e, mask=m_e, other=NO_ENTRY)
     before = tl.load(p_keys + o_e - 1, mask=m_e & (o_e > 0), other=-1)
@@ -73,12 +73,12 @@ def _order_kernel(
     held = entry >= 0
     first = held & ((key >> 32).to(tl.int32) != (before >> 32).to(tl.int32))
     weight = tl.load(p_k_val + chunk * ENTRIES + entry, mask=held, other=0.0).to(tl.float32)
-    gate_at = chunk * ENTRIES + entry if GATES == W else chunk * (ENTRIES // W) + _token(entry, W)
+    gate_at = chunk * ENTRIES + entry if GATES == W else chunk * (ENTRIES // W) + token_of(entry, W)
     gate = tl.load(p_g + gate_at, mask=held, other=0.0)
     tl.store(p_order + chunk * ENTRIES + o_e, entry, mask=m_e)
     tl.store(p_weight + chunk * ENTRIES + o_e, weight, mask=m_e)
     tl.store(p_gate + chunk * ENTRIES + o_e, gate, mask=m_e)
-    tl.store(p_before + chunk * ENTRIES + o_e, tl.where(held & ~first, _token(before.to(tl.int32), W), -1), mask=m_e)
+    tl.store(p_before + chunk * ENTRIES + o_e, tl.where(held & ~first, token_of(before.to(tl.int32), W), -1), mask=m_e)
     tl.store(p_place + chunk * ENTRIES + entry, tl.where(first, -1, o_e), mask=held)
     tile = chunk * tl.num_programs(0) + tl.program_id(0)
     tl.store(p_firsts + tile, tl.sum(first.to(tl.int32), axis=0))
@@ -120,7 +120,7 @@ def _groups_kernel(
     held_count = tl.sum(tl.load(p_held + at_tile, mask=o_t < tl.num_programs(0), other=0), axis=0)
 
     o_e = tl.max_contiguous(tile * B + tl.arange(0, B), 1)
-    m_e = _inside(o_e, ENTRIES, B)
+    m_e = inside(o_e, ENTRIES, B)
     at = chunk * ENTRIES + o_e
     entry = tl.load(p_order + at, mask=m_e, other=-1)
     before = tl.load(p_before + at, mask=m_e, other=0)
@@ -149,7 +149,7 @@ def _groups_kernel(
         tl.store(p_lead_index + chunk * ENTRIES + entry, following, mask=entry >= 0)
     else:
         tl.store(p_lead_value + chunk * ENTRIES + ordinal, write_w, mask=m_e)
-        tl.store(p_lead_index + chunk * ENTRIES + ordinal, _token(entry, W), mask=m_e)
+        tl.store(p_lead_index + chunk * ENTRIES + ordinal, token_of(entry, W), mask=m_e)
     if p_ordinal is not None:
         tl.store(p_ordinal + chunk * ENTRIES + entry, tl.where(first, ordinal, -1), mask=entry >= 0)
     if tile == 0:
@@ -209,7 +209,7 @@ def _walk_rows(
         key = (slot << 32) | ((o_i[:, None] + 1) * W).to(tl.int64)
         place = _count_below(p_keys, key, C * W) - 1
         there = tl.load(p_keys + place, mask=valid & (place >= 0), other=-1)
-        stands = tl.where(valid & (there >> 32 == slot), _token(there.to(tl.int32), W), -1)
+        stands = tl.where(valid & (there >> 32 == slot), token_of(there.to(tl.int32), W), -1)
         total = tl.zeros([BI, BN], tl.float32)
     else:
         place = tl.load(p_place + at, mask=valid, other=-1)
@@ -352,7 +352,8 @@ def launch_phase1(
     if not chunks:
         return
     config = Phase1Config.from_shapes(chunk, writes, reads)
-    keys = sort_by_slot(k_idx, scratch.keys, scratch.merged, writes, fields.write_w)
+    keys = scratch.keys
+    sort_by_slot(k_idx, keys, scratch.merged, writes, fields.write_w)
     tiles = triton.cdiv(entries, PLACES)
     _order_kernel[(tiles, chunks)](
         *(keys, k_val, g, fields.order, scratch.weight, scratch.gate),

@@ -22,22 +22,22 @@ from torch import Tensor
 
 from .bound import KernelCall
 from .layout import empty
-from .slot_sort_kernels import NO_ENTRY, PLACES, SortConfig, _inside, _token, sort_by_slot
+from .slot_sort_kernels import NO_ENTRY, PLACES, inside, sort_by_slot, token_of
 
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _parts(entry, W: tl.constexpr, R: tl.constexpr):
+def entry_parts(entry, W: tl.constexpr, R: tl.constexpr):
     """Of joined entries: the token, whether it is a read, and the entry among the chunk's writes or among its reads."""
-    token = _token(entry, W + R)
+    token = token_of(entry, W + R)
     column = entry - token * (W + R)
     read = column >= W
     return token, read, tl.where(read, token * R + column - W, token * W + column)
 
 
 @triton.jit
-def _entry_at(p_keys, place, slot, walking, ENTRIES: tl.constexpr):
+def entry_at(p_keys, place, slot, walking, ENTRIES: tl.constexpr):
     """The entries at sorted places, and who of those `walking` is still inside its slot there."""
     key = tl.load(p_keys + place, mask=walking & (place >= 0) & (place < ENTRIES), other=-1)
     entry = key.to(tl.int32)
@@ -45,7 +45,7 @@ def _entry_at(p_keys, place, slot, walking, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _any(mask):
+def any_of(mask):
     return tl.max(mask.to(tl.int32), axis=0) > 0
 
 
@@ -55,8 +55,8 @@ def _join_kernel(p_k_idx, p_q_idx, p_ids, C: tl.constexpr, W: tl.constexpr, R: t
     entries: tl.constexpr = C * (W + R)
     chunk = tl.program_id(1).to(tl.int64)
     o_e = tl.program_id(0) * B + tl.arange(0, B)
-    m_e = _inside(o_e, entries, B)
-    _, read, own = _parts(o_e, W, R)
+    m_e = inside(o_e, entries, B)
+    _, read, own = entry_parts(o_e, W, R)
     written = tl.load(p_k_idx + chunk * (C * W) + own, mask=m_e & ~read, other=-1)
     ids = tl.where(read, tl.load(p_q_idx + chunk * (C * R) + own, mask=m_e & read, other=-1), written)
     tl.store(p_ids + chunk * entries + o_e, ids, mask=m_e)
@@ -83,7 +83,7 @@ def _kinds_kernel(
     p_keys += chunk * entries
     # Taken as scattered places, so that loads and stores of all kinds keep one layout.
     o_e = tl.max_contiguous(tl.program_id(0) * B + tl.arange(0, B), 1)
-    m_e = _inside(o_e, entries, B)
+    m_e = inside(o_e, entries, B)
     key = tl.load(p_keys + o_e, mask=m_e, other=NO_ENTRY)
     before = tl.load(p_keys + o_e - 1, mask=m_e & (o_e > 0), other=-1)
     slot = (key >> 32).to(tl.int32)
@@ -92,15 +92,15 @@ def _kinds_kernel(
     first = held & (slot != (before >> 32).to(tl.int32))
 
     # From the group's first entry on until a write, or until the group ends.
-    _, read, _ = _parts(entry, W, R)
+    _, read, _ = entry_parts(entry, W, R)
     written = first & ~read
     distance = 1
-    other, on = _entry_at(p_keys, o_e + distance, slot, first & read, entries)
-    while _any(on):
-        _, read, _ = _parts(other, W, R)
+    other, on = entry_at(p_keys, o_e + distance, slot, first & read, entries)
+    while any_of(on):
+        _, read, _ = entry_parts(other, W, R)
         written |= on & ~read
         distance += 1
-        other, on = _entry_at(p_keys, o_e + distance, slot, on & read, entries)
+        other, on = entry_at(p_keys, o_e + distance, slot, on & read, entries)
 
     tl.store(p_kind + chunk * entries + o_e, first.to(tl.int8) + written.to(tl.int8), mask=m_e)
     tile = chunk * tl.num_programs(0) + tl.program_id(0)
@@ -140,7 +140,7 @@ def _slot_groups_kernel(
     held_count = tl.sum(tl.load(p_held + at_tile, mask=o_t < tl.num_programs(0), other=0), axis=0)
 
     o_e = tl.max_contiguous(tile * B + tl.arange(0, B), 1)
-    m_e = _inside(o_e, ENTRIES, B)
+    m_e = inside(o_e, ENTRIES, B)
     key = tl.load(p_keys + chunk * ENTRIES + o_e, mask=m_e, other=0)
     kind = tl.load(p_kind + chunk * ENTRIES + o_e, mask=m_e, other=0)
     first = kind > 0
@@ -150,7 +150,7 @@ def _slot_groups_kernel(
     group = tl.where(first, groups - 1, ENTRIES - 1 - (o_e - groups))
     tl.store(p_start + chunk * (ENTRIES + 1) + group, tl.where(first, o_e, held_count), mask=m_e)
     tl.store(p_slot + chunk * ENTRIES + group, tl.where(first, (key >> 32).to(tl.int32), -1), mask=m_e)
-    token, read, _ = _parts(tl.maximum(key.to(tl.int32), 0), W, R)
+    token, read, _ = entry_parts(tl.maximum(key.to(tl.int32), 0), W, R)
     tl.store(p_lead + chunk * ENTRIES + group, tl.where(first, 2 * token + read.to(tl.int32), -1), mask=m_e)
     tl.store(p_ordinal + chunk * ENTRIES + group, tl.where(written, ordinal, -1), mask=m_e)
     if tile == 0:
@@ -160,7 +160,7 @@ def _slot_groups_kernel(
 class JoinedSort(NamedTuple):
     """The sorted keys of N chunks' F joined entries each, and what the sort needs."""
 
-    keys: Tensor  # [N, F] int64, where the sorted keys are afterwards
+    keys: Tensor  # [N, F] int64
     ids: Tensor  # [N, F] int32
     merged: Tensor  # [N, F] int64
 
@@ -175,10 +175,7 @@ def launch_joined_sort(k_idx: Tensor, q_idx: Tensor, sort: JoinedSort) -> None:
     if not sort.keys.numel():
         return
     _join_call(k_idx, q_idx, sort.ids).launch()
-    buffers = (sort.keys, sort.merged)
-    if SortConfig.from_shapes(sort.keys.shape[1]).merges(sort.keys.shape[1]) % 2:
-        buffers = buffers[::-1]
-    sort_by_slot(sort.ids, *buffers, math.gcd(k_idx.shape[-1], q_idx.shape[-1]))
+    sort_by_slot(sort.ids, sort.keys, sort.merged, math.gcd(k_idx.shape[-1], q_idx.shape[-1]))
 
 
 def _join_call(k_idx: Tensor, q_idx: Tensor, ids: Tensor) -> KernelCall:

@@ -26,7 +26,7 @@ def _log2(n):
 
 
 @triton.jit
-def _inside(o_e, ENTRIES: tl.constexpr, B: tl.constexpr):
+def inside(o_e, ENTRIES: tl.constexpr, B: tl.constexpr):
     """Which of the places there are: all of them where blocks of B fit the entries, and then no mask costs anything."""
     return o_e < ENTRIES if ENTRIES % B else tl.full(o_e.shape, True, tl.int1)
 
@@ -61,7 +61,7 @@ def _sort_kernel(p_ids, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.conste
     place = tl.program_id(0) * TILE + o_t
     # Every second run is taken backwards, which makes bitonic sequences of two.
     o_e = place ^ tl.where((o_t & RUN) != 0, RUN - 1, 0) if RUN > 1 else place
-    m_e = _inside(o_e, ENTRIES, TILE)
+    m_e = inside(o_e, ENTRIES, TILE)
     p_ids += chunk * ENTRIES
     ids = tl.load(p_ids + o_e, mask=m_e, other=-1)
     after = tl.load(p_ids + tl.where(o_e % RUN == RUN - 1, o_e, o_e + 1), mask=m_e, other=-1) if RUN > 1 else ids
@@ -75,7 +75,7 @@ def _sort_kernel(p_ids, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.conste
     for stage in tl.static_range(_log2(RUN) + 1, rank + 1):
         cube = _merge_halves(cube, stage, rank)
     key = tl.reshape(cube, [TILE])
-    tl.store(p_keys + chunk * ENTRIES + place, key, mask=_inside(place, ENTRIES, TILE))
+    tl.store(p_keys + chunk * ENTRIES + place, key, mask=inside(place, ENTRIES, TILE))
 
 
 @triton.jit
@@ -119,11 +119,11 @@ def _merge_kernel(p_keys, p_merged, run, ENTRIES: tl.constexpr, B: tl.constexpr)
     key = tl.load(p_a + tl.where(m_a, from_a, count_a + from_b), mask=m_a | m_b, other=NO_ENTRY)
     key = tl.reshape(_merge_halves(tl.reshape(key, [2] * _log2(B)), _log2(B), _log2(B)), [B])
     place = start + o_b
-    tl.store(p_merged + chunk * ENTRIES + place, key, mask=_inside(place, ENTRIES, B))
+    tl.store(p_merged + chunk * ENTRIES + place, key, mask=inside(place, ENTRIES, B))
 
 
 @triton.jit
-def _token(entry, W: tl.constexpr):
+def token_of(entry, W: tl.constexpr):
     """The tokens of entries, which are not negative: an unsigned division is the shorter one."""
     return (entry.to(tl.uint32, bitcast=True) // W).to(tl.int32, bitcast=True)
 
@@ -140,30 +140,31 @@ class SortConfig:
         return SortConfig(tile=min(max(2, triton.next_power_of_2(entries)), 512), merge=512)
 
     def merges(self, entries: int) -> int:
-        """How many rounds of merges follow; after an odd number of them, the result is in the second buffer."""
+        """How many rounds of merges follow."""
         return (max(1, triton.cdiv(entries, self.tile)) - 1).bit_length()
 
 
-def sort_by_slot(ids: Tensor, keys: Tensor, merged: Tensor, run: int, write_w: Tensor | None = None) -> Tensor:
-    """The sorted keys of ids, in one of the two buffers [N, E]. ids: contiguous, E of each of the N chunks.
+def sort_by_slot(ids: Tensor, keys: Tensor, scratch: Tensor, run: int, write_w: Tensor | None = None) -> None:
+    """Fills keys [N, E] int64 with the sorted keys of ids: contiguous, E of each of the N chunks.
 
-    run: how many neighbours likely ascend already; helps if it is a power of two. write_w: zero without a slot.
+    scratch: like keys. run: how many neighbours likely ascend already; helps if it is a power of two. write_w: becomes
+    zero where there is no slot.
     """
     chunks, entries = keys.shape
     config = SortConfig.from_shapes(entries)
-    sorted_run = config.tile
+    merges = config.merges(entries)
+    source, target = (scratch, keys) if merges % 2 else (keys, scratch)  # every merge goes from one to the other
     _sort_kernel[(triton.cdiv(entries, config.tile), chunks)](
-        *(ids, keys, write_w),
+        *(ids, source, write_w),
         ENTRIES=entries,
         RUN=min(run, config.tile) if run == triton.next_power_of_2(run) else 1,
         TILE=config.tile,
         num_warps=1,
         enable_fp_fusion=True,
     )
-    block = min(config.merge, 2 * sorted_run)
-    while sorted_run < entries:
+    block = min(config.merge, 2 * config.tile)
+    for i in range(merges):
         _merge_kernel[(triton.cdiv(entries, block), chunks)](
-            *(keys, merged, sorted_run), ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True
+            *(source, target, config.tile << i), ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True
         )
-        keys, merged, sorted_run = merged, keys, 2 * sorted_run
-    return keys
+        source, target = target, source

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from .bound import KernelCall
 from .launch import from_table
-from .slot_groups_kernels import _parts
-from .slot_sort_kernels import PLACES
 from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
 
@@ -202,109 +200,6 @@ def _slot_rows_kernel(
 
 
 @triton.jit
-def _row_numbers_kernel(
-    p_where,
-    p_payload,
-    p_rows,
-    p_table,
-    p_slot,
-    p_ordinal,
-    p_number,
-    num_slots,
-    steps,
-    rows_per_step,
-    DP,
-    E: tl.constexpr,
-    F: tl.constexpr,
-    B: tl.constexpr,
-    TABLE: tl.constexpr,
-):
-    """All steps of one stream, the last one first: which row of the snapshot a group's slot had before the step.
-
-    That is the row that the step saved of a written slot, and else the one that `where` has; then `where` is told.
-    TABLE: the addresses of `where`, the payload, and the first step's rows in it stand in p_table.
-    """
-    if TABLE:
-        p_payload = from_table(p_payload, p_table, 2)
-        p_where = from_table(p_where, p_table, 4)
-        p_rows = from_table(p_rows, p_table, 5)
-    p = tl.program_id(0).to(tl.int64)
-    first = (p_rows.to(tl.int64) - p_payload.to(tl.int64)) // (
-        DP * (p_payload.dtype.element_ty.primitive_bitwidth // 8)
-    )
-    for back in range(0, steps):
-        step = steps - 1 - back
-        rows = (first + step.to(tl.int64) * rows_per_step + p * E).to(tl.int32)
-        chunk = (step * tl.num_programs(0) + p) * F
-        for start in range(0, F, B):
-            o_g = start + tl.arange(0, B)
-            slot = tl.load(p_slot + chunk + o_g, mask=o_g < F, other=-1)
-            ordinal = tl.load(p_ordinal + chunk + o_g, mask=o_g < F, other=-1)
-            used = (slot >= 0) & (slot < num_slots)
-            number = tl.load(p_where + slot, mask=used & (ordinal < 0), other=-1)
-            tl.store(p_number + chunk + o_g, tl.where(ordinal < 0, number, rows + ordinal), mask=o_g < F)
-            tl.store(p_where + slot, rows + ordinal, mask=used & (ordinal >= 0))
-        tl.debug_barrier()  # other threads read what was stored, in the next step
-
-
-@triton.jit
-def _entry_weights_kernel(
-    p_keys,
-    p_k_eff,
-    p_q_w,
-    p_beta,
-    p_source,
-    p_weight,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-):
-    """B places of one chunk: where an entry finds du or dy, and what it brings of it."""
-    entries: tl.constexpr = C * (W + R)
-    chunk = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * B + tl.arange(0, B)
-    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
-    held = entry >= 0
-    token, read, own = _parts(tl.maximum(entry, 0), W, R)
-    beta = tl.load(p_beta + chunk * C + token, mask=held & ~read, other=0.0)
-    write_weight = -beta * tl.load(p_k_eff + chunk * (C * W) + own, mask=held & ~read, other=0.0)
-    read_weight = tl.load(p_q_w + chunk * (C * R) + own, mask=held & read, other=0.0)
-    weight = tl.where(read, read_weight, write_weight)
-    tl.store(p_weight + chunk * entries + place, weight, mask=held)
-    tl.store(p_source + chunk * entries + place, 2 * token + read.to(tl.int32), mask=held)
-
-
-@triton.jit
-def _entry_dots_kernel(
-    p_keys,
-    p_dots,
-    p_beta,
-    p_dk_eff,
-    p_dq_w,
-    parts,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-):
-    """B places of one chunk: each dot is its parts' sum, in order, and goes to its write, times -beta, or its read."""
-    entries: tl.constexpr = C * (W + R)
-    chunk = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * B + tl.arange(0, B)
-    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
-    held = entry >= 0
-    token, read, own = _parts(tl.maximum(entry, 0), W, R)
-    p_dots += chunk * parts * entries + place
-    dot = tl.load(p_dots, mask=held, other=0.0)
-    for part in range(1, parts):
-        dot += tl.load(p_dots + part * entries, mask=held, other=0.0)
-    beta = tl.load(p_beta + chunk * C + token, mask=held & ~read, other=0.0)
-    tl.store(p_dk_eff + chunk * (C * W) + own, -beta * dot, mask=held & ~read)
-    tl.store(p_dq_w + chunk * (C * R) + own, dot, mask=held & read)
-
-
-@triton.jit
 def _sum_parts_kernel(p_parts, p_out, total, N, parts, B: tl.constexpr):
     """B of [n, N] sums of [n, parts, N], in order."""
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
@@ -467,60 +362,6 @@ def slot_rows_call(
     tensors = (banks.dM, banks.bank, addressable(payload), scales, table, *entries, du, dy, dgroup_decay, dots)
     grid = (streams * blocks * config.parts(width),)
     return KernelCall(_slot_rows_kernel, grid, (*tensors, num_slots, width, payload.shape[1]), options)
-
-
-def row_numbers_call(
-    where: Tensor,
-    payload: Tensor,
-    rows: Tensor,
-    table: Tensor | None,
-    slot: Tensor,
-    ordinal: Tensor,
-    numbers: Tensor,
-    *,
-    rows_per_step: int,
-    rows_per_stream: int,
-) -> KernelCall:
-    """Fills numbers [steps, P, F] int32 for slot and ordinal of as many groups; see `SlotEntries`.
-
-    Args:
-        where: [num_slots] int32, the row of the snapshot that the next later step saved, -1 for none; updated.
-        payload: [rows, *] the snapshot's of all steps and streams. rows: its part from the first of these steps and
-            streams on. With a `table` both addresses, and that of `where`, come from its entries 2, 5 and 4.
-        rows_per_step, rows_per_stream: of the payload, of all streams of a step and of one of them.
-    """
-    steps, streams, entries = slot.shape
-    payload, rows = addressable(payload), addressable(rows)
-    block = min(1024, triton.next_power_of_2(entries))
-    options = dict(E=rows_per_stream, F=entries, B=block, TABLE=table is not None, num_warps=4)
-    tensors = (where, payload, rows, where if table is None else table, slot, ordinal, numbers)
-    args = (*tensors, where.shape[0], steps, rows_per_step, payload.shape[1])
-    return KernelCall(_row_numbers_kernel, (streams,), args, options)
-
-
-def entry_weights_call(
-    keys: Tensor, k_eff: Tensor, q_w: Tensor, beta: Tensor, sources: Tensor, weights: Tensor
-) -> KernelCall:
-    """Fills `sources` [N, F] int32, see `SlotEntries`, and `weights` [N, F] float32: -k_eff beta of a write, q_w of a
-    read; in the order of the keys [N, F].
-
-    k_eff [N, C, W], q_w [N, C, R] and beta [N, C, 1], contiguous float32. Stays where there is no slot.
-    """
-    chunks, chunk, writes = k_eff.shape
-    options = dict(C=chunk, W=writes, R=q_w.shape[2], B=PLACES, num_warps=1, enable_fp_fusion=False)
-    grid = (triton.cdiv(keys.shape[1], PLACES), chunks)
-    return KernelCall(_entry_weights_kernel, grid, (keys, k_eff, q_w, beta, sources, weights), options)
-
-
-def entry_dots_call(keys: Tensor, dots: Tensor, beta: Tensor, dk_eff: Tensor, dq_w: Tensor) -> KernelCall:
-    """Fills dk_eff [N, C, W] and dq_w [N, C, R] from dots [N, parts, F] in the order of the keys [N, F].
-
-    A write's dot is taken times -beta [N, C, 1]. All contiguous; float32. Stays where there is no slot.
-    """
-    chunks, chunk, writes = dk_eff.shape
-    options = dict(C=chunk, W=writes, R=dq_w.shape[2], B=PLACES, num_warps=1, enable_fp_fusion=False)
-    grid = (triton.cdiv(keys.shape[1], PLACES), chunks)
-    return KernelCall(_entry_dots_kernel, grid, (keys, dots, beta, dk_eff, dq_w, dots.shape[1]), options)
 
 
 def sum_parts_call(parts: Tensor, out: Tensor) -> KernelCall:

@@ -25,6 +25,7 @@ from .dual_matmul_kernels import (
 from .launch import StepAddress, launches_early, memory_bytes
 from .layout import Staged, empty_staged
 from .phase1_bwd_kernels import Phase1BwdScratch, empty_phase1_bwd_sorted_scratch, launch_phase1_bwd_sorted
+from .slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call
 from .slot_groups_kernels import SlotGroups, SlotGroupsScratch, empty_slot_groups, launch_slot_groups
 from .snapshot import StepRows
 from .solve_kernels import beta_backward_call
@@ -34,10 +35,7 @@ from .step_bwd_kernels import (
     GradientGatherConfig,
     SlotEntries,
     SlotRowsConfig,
-    entry_dots_call,
-    entry_weights_call,
     gradient_gather_call,
-    row_numbers_call,
     slot_rows_call,
     sum_parts_call,
 )

@@ -216,6 +216,8 @@ def test_every_row_of_the_handshakes_table(mode: str) -> None:
     eager = (NO_ROWS, None) if mode == "recompute" else (COMPACT, "write")
     train(inputs, 4, snapshot_quant=mode)
     assert layout_and_writer() == (*eager, Situation.EAGER)
+    backward = last_dispatch().backward
+    assert backward is not None and (backward.situation, backward.route) == (Situation.EAGER, "triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sdm_write_read(*inputs, chunk_size=4, snapshot_quant=mode)

@@ -83,6 +83,19 @@ def test_decode() -> None:
     assert after(decode) == LastDispatch(decode=expected("decode_step_", None, None, **sizes))
 
 
+@pytest.mark.parametrize("mode", ["none", "recompute"])
+def test_a_backward_counts_for_the_thread_of_its_forward_too(mode: str) -> None:
+    """On CUDA, autograd runs it in a thread of its own."""
+
+    def run() -> LastDispatch:
+        readings, _ = sdm_write_read(*RAGGED.make(torch.float32).requiring_grad(), chunk_size=4, snapshot_quant=mode)
+        in_a_new_thread(readings.sum().backward)
+        return last_dispatch()
+
+    record = in_a_new_thread(run).backward
+    assert record is not None and record.op == ("write_read_bwd" if mode == "none" else "write_read_recompute_bwd")
+
+
 def test_each_kind_keeps_its_latest() -> None:
     record = after(train, decode, lambda i: sdm_write_read(*i.tokens(0, 9), chunk_size=2))
     assert record.forward == expected("write_read", 4, None, **{**CALL, "tokens": 9, "steps": 5, "chunk_size": 2})

@@ -22,16 +22,14 @@ from tests.harness import assert_close, assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 
 triton = pytest.importorskip("triton")
+from sdm_compile.ops.slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call  # noqa: E402
 from sdm_compile.ops.slot_groups_kernels import SlotGroups  # noqa: E402
 from sdm_compile.ops.step_bwd_kernels import (  # noqa: E402
     Banks,
     GradientGatherConfig,
     SlotEntries,
     SlotRowsConfig,
-    entry_dots_call,
-    entry_weights_call,
     gradient_gather_call,
-    row_numbers_call,
     slot_rows_call,
     sum_parts_call,
 )
