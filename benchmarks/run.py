@@ -205,12 +205,30 @@ def section(rows: list[dict[str, object]], command: str) -> str:
     return "\n\n".join(parts)
 
 
+SHAPES = table(
+    [
+        {
+            "case": case.name,
+            "batch": case.batch,
+            "heads": case.heads,
+            "tokens": case.tokens,
+            "writes": case.writes,
+            "reads": case.reads,
+            "chunk": case.chunk,
+            "slots per head": case.slots_per_head,
+            "head_dim": case.head_dim,
+        }
+        for case in WRITE_READ
+    ]
+)
 HEAD = f"""# Results
 
 Medians of 5, but for cold starts. "x published" divides by the published CUDA package's figure on the same kind of
 card. The floor is the fewest bytes that device memory must move, over {BANDWIDTH / 1e12:.2f} TB/s. Errors are
 norm-relative, against float64 on the rounded inputs. Training is a forward and its backward, from the readings to every
-float input; its peak is all that is allocated, inputs included.
+float input; its peak is all that is allocated, inputs included. The cases, in bfloat16 but for the one named fp32:
+
+{SHAPES}
 """
 
 

@@ -30,6 +30,8 @@ def examine(device: torch.device) -> int:
     }
     for name, value in facts.items():
         print(f"{name:14} {value}")
+    if torch.cuda.is_available() and device.type != "cuda":
+        print("\nthe GPU is not checked: add --device cuda")
     errors = self_check(device)
     print(f"\nself-check against the reference, allowed {TOLERANCE:.0e}")
     for name, error in errors.items():

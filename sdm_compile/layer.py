@@ -78,7 +78,8 @@ class SparseDeltaMemory(nn.Module):
         Args:
             batch: number of sequences.
             dtype, device: of the bank; None: those of the layer's parameters. A float32 bank under bfloat16 weights
-                is legal and avoids rounding per decoded token.
+                is legal and avoids rounding per decoded token. Under autocast a call without a state keeps its bank in
+                autocast's dtype: name that here for the same numbers.
         Returns:
             A state of ordinary tensors, also under `torch.inference_mode()`. With grad mode on, gradients flow
             through it to `memory`, as they do without a state.

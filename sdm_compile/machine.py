@@ -17,11 +17,14 @@ def pick_device(name: str | None = None) -> torch.device:
     """
     try:
         device = torch.device(name or "cpu")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"cannot use device {name!r}: the ops have no kernels for it; use cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch raises either where a device is not there
-        raise ValueError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"cannot use device {name!r}: the ops have no kernels for it")
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"cannot use device {name!r}: {why}; use one that this machine and this PyTorch have"
+        ) from error
     return device
 
 

@@ -153,7 +153,7 @@ BAD_INPUTS = [
     BadInput(
         "an unknown snapshot_quant",
         lambda _: {"snapshot_quant": "fp4"},
-        "snapshot_quant is 'fp4'; choose one of 'none', 'bf16', 'fp8', 'int4'",
+        "snapshot_quant is 'fp4'; choose one of 'none', 'bf16', 'fp8', 'int4', 'recompute'",
         not_for=("decode", "in place", "traced"),
     ),
 ]

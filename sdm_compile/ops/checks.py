@@ -34,8 +34,9 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_float(name: str, tensor: Tensor) -> None:
     allowed = float_dtypes(tensor.device)
     if tensor.dtype not in allowed:
+        hint = "; under autocast name its dtype, torch.bfloat16" if tensor.dtype == torch.float16 else ""
         raise UnsupportedConfigurationError(
-            f"{name} has dtype {tensor.dtype}; on {tensor.device.type} use one of {_names(allowed)}"
+            f"{name} has dtype {tensor.dtype}; on {tensor.device.type} use one of {_names(allowed)}{hint}"
         )
 
 

@@ -104,7 +104,7 @@ def check_mode(name: str, mode: str, dtype: torch.dtype, modes: Sequence[str] = 
     check_choice(name, mode, modes)
     if dtype == torch.float64 and mode not in ("none", RECOMPUTE):
         raise UnsupportedConfigurationError(
-            f"{name} is {mode!r} with a float64 bank; use 'none', or a float32 or bfloat16 bank"
+            f"{name} is {mode!r} with a float64 bank; use 'none' or 'recompute', or a float32 or bfloat16 bank"
         )
 
 

@@ -14,14 +14,20 @@ from torch import Tensor
 from .bound import KernelCall
 from .layout import Staged
 
-ANY_SLOT = 2**31  # ids are below, whatever the bank
+ANY_SLOT = 2**62  # ids are below, whatever the bank
+
+
+@triton.jit
+def _load_wide_ids(p_ids, mask, num_slots):
+    """Slot ids as int64, -1 for every one that is no row of the bank."""
+    ids = tl.load(p_ids, mask=mask, other=-1).to(tl.int64)
+    return tl.where((ids < 0) | (ids >= num_slots), -1, ids)
 
 
 @triton.jit
 def _load_ids(p_ids, mask, num_slots):
-    """Slot ids as int32, -1 for every one that is no row of the bank."""
-    ids = tl.load(p_ids, mask=mask, other=-1).to(tl.int64)
-    return tl.where((ids < 0) | (ids >= num_slots), -1, ids).to(tl.int32)
+    """The same as int32, which counts the rows of every bank."""
+    return _load_wide_ids(p_ids, mask, num_slots).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["tokens", "first_token"])
@@ -175,12 +181,12 @@ def _stage_token_backward_kernel(
     token = p * tokens + t
     o_w = tl.arange(0, BW)
     m_w = o_w < W
-    ids = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, m_w, num_slots)
+    ids = _load_wide_ids(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, m_w, num_slots)
     held = ids >= 0
     first = tl.full([BW], W, tl.int32)
     for x in tl.static_range(0, W, BX):
         o_x = x + tl.arange(0, BX)
-        ids_x = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, o_x < W, num_slots)
+        ids_x = _load_wide_ids(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, o_x < W, num_slots)
         same = held[:, None] & (ids_x[None, :] == ids[:, None])
         first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
     any_held = tl.max(held.to(tl.int32), axis=0) > 0
@@ -198,7 +204,7 @@ def _stage_token_backward_kernel(
         tl.store(p_dg_out + token, dg.to(p_dg_out.dtype.element_ty))
     o_r = tl.arange(0, BR)
     m_r = o_r < R
-    read = _load_ids(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, m_r, num_slots) >= 0
+    read = _load_wide_ids(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, m_r, num_slots) >= 0
     dq_val = tl.load(p_dq_val + row * R + o_r, mask=read, other=0.0)
     tl.store(p_dq_val_out + token * R + o_r, dq_val.to(p_dq_val_out.dtype.element_ty), mask=m_r)
 

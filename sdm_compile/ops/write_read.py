@@ -23,13 +23,13 @@ def _write_read_composite(
     memory: Tensor, inputs: Inputs, chunk_size: int, snapshot_quant: str, grad_bank_fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """The whole loop as one op: one of the saving ones where a gradient is wanted."""
+    check_mode("snapshot_quant", snapshot_quant, memory.dtype, CALL_MODES)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (memory, *inputs)):
         if snapshot_quant == RECOMPUTE:
             readings, final, _ = write_read_recompute_op(memory, *inputs, chunk_size, grad_bank_fp32)
             return readings, final
         readings, final, *_ = write_read_save_op(memory, *inputs, chunk_size, snapshot_quant, grad_bank_fp32)
         return readings, final
-    check_mode("snapshot_quant", snapshot_quant, memory.dtype, CALL_MODES)
     return write_read_op(memory, *inputs, chunk_size)
 
 
