@@ -67,6 +67,17 @@ def _row_numbers_kernel(
 
 
 @triton.jit
+def _places(p_keys, C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
+    """This program's B places: the chunk, the places, which hold a write and which a read, the token, the number."""
+    entries: tl.constexpr = C * (W + R)
+    chunk = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * B + tl.arange(0, B)
+    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
+    token, read, own = entry_parts(tl.maximum(entry, 0), W, R)
+    return chunk, place, (entry >= 0) & ~read, (entry >= 0) & read, token, own
+
+
+@triton.jit
 def _entry_weights_kernel(
     p_keys,
     p_k_eff,
@@ -80,18 +91,13 @@ def _entry_weights_kernel(
     B: tl.constexpr,
 ):
     """B places of one chunk: where an entry finds du or dy, and what it brings of it."""
-    entries: tl.constexpr = C * (W + R)
-    chunk = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * B + tl.arange(0, B)
-    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
-    held = entry >= 0
-    token, read, own = entry_parts(tl.maximum(entry, 0), W, R)
-    beta = tl.load(p_beta + chunk * C + token, mask=held & ~read, other=0.0)
-    write_weight = -beta * tl.load(p_k_eff + chunk * (C * W) + own, mask=held & ~read, other=0.0)
-    read_weight = tl.load(p_q_w + chunk * (C * R) + own, mask=held & read, other=0.0)
-    weight = tl.where(read, read_weight, write_weight)
-    tl.store(p_weight + chunk * entries + place, weight, mask=held)
-    tl.store(p_source + chunk * entries + place, 2 * token + read.to(tl.int32), mask=held)
+    chunk, place, write, read, token, own = _places(p_keys, C, W, R, B)
+    at = chunk * (C * (W + R)) + place
+    beta = tl.load(p_beta + chunk * C + token, mask=write, other=0.0)
+    write_weight = -beta * tl.load(p_k_eff + chunk * (C * W) + own, mask=write, other=0.0)
+    read_weight = tl.load(p_q_w + chunk * (C * R) + own, mask=read, other=0.0)
+    tl.store(p_weight + at, tl.where(read, read_weight, write_weight), mask=write | read)
+    tl.store(p_source + at, 2 * token + read.to(tl.int32), mask=write | read)
 
 
 @triton.jit
@@ -109,18 +115,14 @@ def _entry_dots_kernel(
 ):
     """B places of one chunk: each dot is its parts' sum, in order, and goes to its write, times -beta, or its read."""
     entries: tl.constexpr = C * (W + R)
-    chunk = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * B + tl.arange(0, B)
-    entry = tl.load(p_keys + chunk * entries + place, mask=place < entries, other=-1).to(tl.int32)
-    held = entry >= 0
-    token, read, own = entry_parts(tl.maximum(entry, 0), W, R)
+    chunk, place, write, read, token, own = _places(p_keys, C, W, R, B)
     p_dots += chunk * parts * entries + place
-    dot = tl.load(p_dots, mask=held, other=0.0)
+    dot = tl.load(p_dots, mask=write | read, other=0.0)
     for part in range(1, parts):
-        dot += tl.load(p_dots + part * entries, mask=held, other=0.0)
-    beta = tl.load(p_beta + chunk * C + token, mask=held & ~read, other=0.0)
-    tl.store(p_dk_eff + chunk * (C * W) + own, -beta * dot, mask=held & ~read)
-    tl.store(p_dq_w + chunk * (C * R) + own, dot, mask=held & read)
+        dot += tl.load(p_dots + part * entries, mask=write | read, other=0.0)
+    beta = tl.load(p_beta + chunk * C + token, mask=write, other=0.0)
+    tl.store(p_dk_eff + chunk * (C * W) + own, -beta * dot, mask=write)
+    tl.store(p_dq_w + chunk * (C * R) + own, dot, mask=read)
 
 
 def row_numbers_call(

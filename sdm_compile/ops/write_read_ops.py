@@ -30,6 +30,7 @@ from .situation import current_situation
 from .snapshot import (
     COMPACT,
     Announcement,
+    SnapshotPlan,
     agreed_writer,
     check_mode,
     check_rows,
@@ -106,19 +107,22 @@ def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: T
     return Saved(retrieved, snapshot, scales, X, QX, **kept).flattened()
 
 
+def plan_call(bank: Tensor, saving: bool, mode: str = "none") -> SnapshotPlan:
+    """What a call keeps that runs now, on a bank like this one."""
+    return plan_snapshot(saving, mode, current_situation(bank.device))
+
+
 def record_call(
-    kind: str, op: str, bank: Tensor, inputs: Inputs, chunk_size: int, route: str, saving: bool, mode: str = "none"
+    kind: str, op: str, bank: Tensor, inputs: Inputs, chunk_size: int, route: str, plan: SnapshotPlan
 ) -> None:
     """Keeps what a forward or backward call decided, for `last_dispatch`."""
     streams, tokens, writes = inputs[0].shape
-    situation = current_situation(bank.device)
-    plan = plan_snapshot(saving, mode, situation)
     record(
         kind,
         Dispatch(
             op=op,
             route=route,
-            situation=situation,
+            situation=current_situation(bank.device),
             layout=plan.layout,
             writer=plan.writer,
             steps=num_steps(tokens, chunk_size),
@@ -165,9 +169,15 @@ class Route(Protocol):
         """Advances `bank` over all steps: readings [P, T, D], and the name of the route taken."""
 
     def save(
-        self, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
+        self,
+        bank: Tensor,
+        inputs: Inputs,
+        chunk_size: int,
+        mode: str,
+        plan: SnapshotPlan,
+        count_repeats: bool = True,
     ) -> tuple[Tensor, Saved, str]:
-        """`forward` that keeps what a backward needs: that, flattened, comes second."""
+        """`forward` that keeps what a backward needs, as planned: that, flattened, comes second."""
 
     def backward(
         self,
@@ -191,9 +201,15 @@ class CpuRoute:
         return _forward_cpu(bank, inputs, chunk_size)[0], "cpu"
 
     def save(
-        self, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
+        self,
+        bank: Tensor,
+        inputs: Inputs,
+        chunk_size: int,
+        mode: str,
+        plan: SnapshotPlan,
+        count_repeats: bool = True,
     ) -> tuple[Tensor, Saved, str]:
-        agreed_writer(plan_snapshot(True, mode, current_situation(bank.device)), Announcement(COMPACT, True))
+        agreed_writer(plan, Announcement(COMPACT, True))
         snapshot = _empty_call_snapshot(bank, inputs[0], chunk_size, mode)
         for tensor in snapshot:
             tensor.zero_()  # rows of unused groups too, which on CUDA stay as they are
@@ -235,13 +251,18 @@ class CudaRoute:
         return readings, write_read_cuda(bank, inputs, chunk_size, readings)
 
     def save(
-        self, bank: Tensor, inputs: Inputs, chunk_size: int, mode: str, count_repeats: bool = True
+        self,
+        bank: Tensor,
+        inputs: Inputs,
+        chunk_size: int,
+        mode: str,
+        plan: SnapshotPlan,
+        count_repeats: bool = True,
     ) -> tuple[Tensor, Saved, str]:
         from .write_read_cuda import Saving, write_read_cuda
 
         readings = empty_readings(bank, inputs[0])
         saved = empty_saved(bank, inputs[0], inputs[5], chunk_size, mode)
-        plan = plan_snapshot(True, mode, current_situation(bank.device))
         saving = Saving(_by_step(saved, inputs[0], chunk_size), mode, plan)
         return readings, saved, write_read_cuda(bank, inputs, chunk_size, readings, saving, count_repeats)
 
@@ -276,7 +297,7 @@ def _write_read(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     check_write_read(memory, inputs, chunk_size)
     bank = empty_bank(memory).copy_(memory)
     readings, route = on.forward(bank, inputs, chunk_size)
-    record_call("forward", "write_read", bank, inputs, chunk_size, route, saving=False)
+    record_call("forward", "write_read", bank, inputs, chunk_size, route, plan_call(bank, saving=False))
     return readings, bank
 
 
@@ -291,7 +312,7 @@ def _write_read_in_place(on: Route, memory: Tensor, *args: Any) -> Tensor:
     check_write_read(memory, inputs, chunk_size)
     check_contiguous_bank(memory)
     readings, route = on.forward(memory, inputs, chunk_size)
-    record_call("forward", "write_read_", memory, inputs, chunk_size, route, saving=False)
+    record_call("forward", "write_read_", memory, inputs, chunk_size, route, plan_call(memory, saving=False))
     return readings
 
 
@@ -307,8 +328,9 @@ def _write_read_save(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, ...
     check_write_read(memory, inputs, chunk_size)
     _check_saving(memory, inputs[0], chunk_size, mode)
     bank = empty_bank(memory).copy_(memory)
-    readings, saved, route = on.save(bank, inputs, chunk_size, mode)
-    record_call("forward", "write_read_save", bank, inputs, chunk_size, route, saving=True, mode=mode)
+    plan = plan_call(bank, True, mode)
+    readings, saved, route = on.save(bank, inputs, chunk_size, mode, plan)
+    record_call("forward", "write_read_save", bank, inputs, chunk_size, route, plan)
     return readings, bank, *saved
 
 
@@ -374,7 +396,8 @@ def _write_read_bwd(
     _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
     dM, grads = bank_gradient(dfinal, final_memory, grad_bank_fp32), input_gradients(inputs)
     route = on.backward(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads)
-    record_call("backward", "write_read_bwd", final_memory, inputs, chunk_size, route, saving=True, mode=mode)
+    plan = plan_call(final_memory, True, mode)
+    record_call("backward", "write_read_bwd", final_memory, inputs, chunk_size, route, plan)
     return only_wanted((dM.to(final_memory.dtype), *grads), mask)
 
 

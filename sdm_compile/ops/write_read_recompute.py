@@ -30,6 +30,7 @@ from .write_read_ops import (
     empty_readings,
     input_gradients,
     only_wanted,
+    plan_call,
     record_call,
 )
 
@@ -69,7 +70,9 @@ def _write_read_recompute(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor
         found, route = on.forward(bank, part, chunk_size)
         routes.append(route)
         out[0].copy_(found)
-    record_call("forward", "write_read_recompute", bank, inputs, chunk_size, routes[0], saving=True, mode=RECOMPUTE)
+    record_call(
+        "forward", "write_read_recompute", bank, inputs, chunk_size, routes[0], plan_call(bank, True, RECOMPUTE)
+    )
     return readings, bank, banks
 
 
@@ -100,7 +103,7 @@ def _segment_backward(
 ) -> tuple[str, list[Tensor]]:
     """One segment from the bank before it: the route taken and the inputs' gradients. Its snapshot ends with it."""
     bank, grads = empty_bank(start).copy_(start), input_gradients(inputs)
-    _, saved, _ = on.save(bank, inputs, chunk_size, "none", count_repeats=False)
+    _, saved, _ = on.save(bank, inputs, chunk_size, "none", plan_call(bank, saving=True), count_repeats=False)
     return on.backward(dreadings, dM, bank, inputs, saved, chunk_size, "none", grads), grads
 
 
@@ -117,7 +120,7 @@ def _write_read_recompute_bwd(
         route, made = _segment_backward(on, of_readings[i], dM, banks[i], parts[i], chunk_size)
         for grad, x in zip(grads_of_parts[i], made, strict=True):
             grad.copy_(x)
-    record_call("backward", "write_read_recompute_bwd", dM, inputs, chunk_size, route, saving=True, mode=RECOMPUTE)
+    record_call("backward", "write_read_recompute_bwd", dM, inputs, chunk_size, route, plan_call(dM, True, RECOMPUTE))
     return only_wanted((dM.to(banks.dtype), *grads), mask)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sdm_compile.ops.snapshot import dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients
+from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients, plan_call
 from tests.cases import RAGGED, TANGLED, Case
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
@@ -101,7 +101,7 @@ def rows_of_groups(saved: Saved, case: Case) -> Tensor:
 def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     memory, *inputs = case.make(torch.float32, seed)
     bank = memory.clone()
-    readings, saved, _ = CUDA.save(bank, inputs, case.chunk_size, mode)
+    readings, saved, _ = CUDA.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     final = bank.clone()
     grads = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
@@ -114,7 +114,7 @@ def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
     """A forward that saves has the CPU's values; its gradients are those that the CPU takes of what it saved."""
     memory, *inputs = case.make(torch.float32, seed)
     bank = memory.clone()
-    readings, saved, _ = CPU.save(bank, inputs, case.chunk_size, mode)
+    readings, saved, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     assert_close((got.readings, got.bank), (readings, bank))
     rows = ("snapshot", "scales")
     assert_close(*([x for name, x in s._asdict().items() if name not in rows] for s in (got.saved, saved)))

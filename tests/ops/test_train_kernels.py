@@ -14,7 +14,7 @@ from torch import Tensor
 from sdm_compile import repeated_write_slots
 from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, bank_gradient, empty_saved, input_gradients
+from sdm_compile.ops.write_read_ops import CPU, bank_gradient, empty_saved, input_gradients, plan_call
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
@@ -61,7 +61,7 @@ def test_a_saving_forward(case: Case, mode: str) -> None:
     memory, *inputs = case.make(torch.float32)
     bank = memory.clone()
     repeated_write_slots()
-    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode)
+    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     repeats = repeated_write_slots()
     got_readings, got_bank, got = save(case, mode, "write", slab=2)
     assert repeated_write_slots() == repeats
@@ -106,7 +106,7 @@ GRADIENTS = [
 def test_gradients(case: Case, mode: str, given: tuple[bool, bool], slabs: tuple[int, ...]) -> None:
     memory, *inputs = case.make(torch.float32)
     bank = memory.clone()
-    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode)
+    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     dreadings, dfinal = (normal_like(x) if wanted else None for x, wanted in zip((readings, bank), given, strict=True))
     expected = [bank_gradient(dfinal, bank, True), *input_gradients(inputs)]
     before = bank.clone()
