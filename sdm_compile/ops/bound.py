@@ -6,13 +6,13 @@ and from one decode step to the next, nothing of that changes: a bound kernel pa
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache, reduce
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -39,27 +39,8 @@ class KernelCall(NamedTuple):
         self._check_grid()
         if all(self.grid):
             self.kernel[self.grid](*self.args, **self.options)
-
-    def launch_again(self) -> None:
-        """As `launch`, but bound from the third time on that a kernel is launched alike on this device.
-
-        Alike: but for addresses, and for integers below 2**31 that the kernel is not specialized for.
-        """
-        self._check_grid()
-        addresses = self.addresses()
-        if not (all(self.grid) and can_bind(self.kernel) and _aligned(addresses)):
-            self.launch()
-            return
-        kind = (self._kind(), torch.cuda.current_device())
-        bound = _known.get(kind)
-        if bound is not None:
-            bound.launch_call(self)
-            return
-        self.launch()
-        # Sizes that come only once are not worth it.
-        _known[kind] = BoundKernel(self) if kind in _known else None
-        while len(_known) > MAX_KNOWN:
-            _known.popitem(last=False)
+            if _noted.calls is not None:
+                _noted.calls.append(self)
 
     def _check_grid(self) -> None:
         if max(self.grid[1:], default=0) > MAX_GRID:
@@ -68,24 +49,27 @@ class KernelCall(NamedTuple):
                 "use fewer streams, or a smaller chunk"
             )
 
-    def _kind(self) -> Hashable:
-        free = _unspecialized(self.kernel)
-        args = [arg.dtype if isinstance(arg, Tensor) else None if i in free else arg for i, arg in enumerate(self.args)]
-        return self.kernel, tuple(args), tuple(self.options.values())
-
     def addresses(self) -> list[int]:
         """Where its tensors lie, in the order of the parameters."""
         return [arg.data_ptr() for arg in self.args if isinstance(arg, Tensor)]
 
 
-MAX_KNOWN = 512  # kinds of launches that are remembered
-_known: OrderedDict[Hashable, BoundKernel | None] = OrderedDict()  # None: launched once
+class _Noted(threading.local):
+    calls: list[KernelCall] | None = None
 
 
-@cache
-def _unspecialized(kernel: Any) -> frozenset[int]:
-    """The positions of the kernel's integers whose values reach no code."""
-    return frozenset(i for i, param in enumerate(kernel.params) if param.do_not_specialize)
+_noted = _Noted()
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[KernelCall]]:
+    """What this thread launches through Triton meanwhile, in order."""
+    calls: list[KernelCall] = []
+    _noted.calls = calls
+    try:
+        yield calls
+    finally:
+        _noted.calls = None
 
 
 def launches_are_watched() -> bool:
@@ -130,17 +114,8 @@ class BoundKernel:
         args = self._args.copy()
         for i, address in zip(self._tensors, addresses, strict=True):
             args[i] = address
-        self._launch(self._grid, args)
-
-    def launch_call(self, call: KernelCall) -> None:
-        """`launch` for a call of other integers and another grid."""
-        args = self._args.copy()
-        args[: len(call.args)] = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in call.args]
-        self._launch((*call.grid, 1, 1)[:3], args)
-
-    def _launch(self, grid: tuple[int, ...], args: list[Any]) -> None:
         stream = triton.runtime.driver.active.get_current_stream(self._device)
-        self._run(*grid, stream, self._function, self._metadata, None, None, None, *args)
+        self._run(*self._grid, stream, self._function, self._metadata, None, None, None, *args)
 
 
 class CallsOfOneSignature:
@@ -153,16 +128,17 @@ class CallsOfOneSignature:
     def launch(self, *tensors: Tensor) -> None:
         """Launches on the current stream; bound, where every tensor is aligned and nothing wants to see launches."""
         addresses = [x.data_ptr() for x in tensors]
-        if self._bound is not None and can_bind(self._bound.kernel) and _aligned(addresses):
+        if self._bound is not None and can_bind(self._bound.kernel) and aligned(addresses):
             self._bound.launch(addresses)
             return
         call = self._call(*tensors)
         call.launch()
-        if all(call.grid) and can_bind(call.kernel) and _aligned(addresses):
+        if all(call.grid) and can_bind(call.kernel) and aligned(addresses):
             self._bound = BoundKernel(call)
 
 
-def _aligned(addresses: Sequence[int]) -> bool:
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether each address, or distance between two, is one that Triton compiles for."""
     return not reduce(or_, addresses) % ALIGNMENT
 
 
@@ -173,7 +149,7 @@ def each_step(call: Callable[[int], KernelCall], steps: int) -> Callable[[int], 
         return lambda step: call(step).launch()
     start, second = first.addresses(), call(1).addresses()
     strides = [b - a for a, b in zip(start, second, strict=True)]
-    if not _aligned((*start, *strides)):
+    if not aligned((*start, *strides)):
         return lambda step: call(step).launch()  # Triton compiles a kernel for each mixture of alignments
     kernel = BoundKernel(first)
     return lambda step: kernel.launch([a + step * stride for a, stride in zip(start, strides, strict=True)])

@@ -1,4 +1,4 @@
-"""A Triton kernel that copies several tensors in one launch, where several would cost the host more than the copy."""
+"""Triton kernels that copy: several tensors in one launch, as several would cost the host more; and many matrices."""
 
 from __future__ import annotations
 
@@ -73,4 +73,23 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     missing = MOST - len(pairs)
     args = (*tensors, *tensors[:1] * (2 * missing), *words, *[0] * missing)
     options = dict(COUNT=len(pairs), B=1024, num_warps=4)
-    KernelCall(_copy_kernel, (triton.cdiv(max(words), 1024),), args, options).launch_again()
+    KernelCall(_copy_kernel, (triton.cdiv(max(words), 1024),), args, options).launch()
+
+
+@triton.jit
+def _transpose_kernel(p_to, p_from, N, B: tl.constexpr):
+    """One tile, B by B, of one matrix [N, N]."""
+    o_i, o_j = tl.program_id(1) * B + tl.arange(0, B), tl.program_id(2) * B + tl.arange(0, B)
+    matrix = tl.program_id(0).to(tl.int64) * N * N
+    mask = (o_i < N)[:, None] & (o_j < N)[None, :]
+    tile = tl.load(p_from + matrix + o_i[:, None] * N + o_j[None, :], mask=mask, other=0.0)
+    to = p_to + matrix + o_j[:, None] * N + o_i[None, :]
+    tl.store(to, tl.trans(tile), mask=tl.trans(mask))
+
+
+def transpose_all(to: Tensor, matrices: Tensor) -> None:
+    """Equivalent code: to.copy_(matrices.mT), of matrices [n, N, N], both contiguous, on the current stream."""
+    count, size, _ = matrices.shape
+    block = min(32, triton.next_power_of_2(size))
+    tiles = triton.cdiv(size, block)
+    KernelCall(_transpose_kernel, (count, tiles, tiles), (to, matrices, size), dict(B=block, num_warps=4)).launch()

@@ -6,6 +6,9 @@ working memories, which they take in turn, and two streams never share one. SPEC
 
 What comes before and after a loop's steps (staging, Phase 1, the solve; the readings) does not touch the bank, so it
 runs on a second stream, under the steps of the neighbouring loops.
+
+What is launched besides the captured loops reads and writes the call's own tensors. The second call whose tensors have
+the same layout records those launches, and later ones make them again without building them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -23,9 +26,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .bound import KernelCall
+from .bound import KernelCall, aligned
+from .recorded import RecordedLaunch, record
 
 MAX_LOOPS = 32  # captured loops kept at a time, over all signatures, devices and streams
+MAX_CALLS = 64  # layouts of calls whose launches are recorded
 MAX_BYTES = 4 * 2**30  # of working memory kept, over all devices and streams, beside that of the latest call
 ADDRESSES = 6  # a step's entries in a table; even, so that every step's are aligned to 16 bytes
 
@@ -38,7 +43,7 @@ def launches_early(bank: Tensor) -> bool:
 class StepAddress(NamedTuple):
     """Where something lies that is not a loop's own: at its first step, and how many bytes further at each next one."""
 
-    first: int
+    first: Tensor
     stride: int = 0
 
 
@@ -105,36 +110,38 @@ def from_table(p, p_table, n: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.multiple_of(tl.load(p_table + n).to(tl.pointer_type(p.dtype.element_ty)), 16)
 
 
-@triton.jit(do_not_specialize=["steps", "a0", "s0", "a1", "s1", "a2", "s2", "a3", "s3", "a4", "s4", "a5", "s5"])
+@triton.jit(do_not_specialize=["steps", "s0", "s1", "s2", "s3", "s4", "s5"])
 def _write_table_kernel(  # type: ignore[no-untyped-def]
     p_table,
+    p0,
+    p1,
+    p2,
+    p3,
+    p4,
+    p5,
     steps,
-    a0: tl.int64,
     s0: tl.int64,
-    a1: tl.int64,
     s1: tl.int64,
-    a2: tl.int64,
     s2: tl.int64,
-    a3: tl.int64,
     s3: tl.int64,
-    a4: tl.int64,
     s4: tl.int64,
-    a5: tl.int64,
     s5: tl.int64,
     B: tl.constexpr,
 ):
-    firsts, strides = (a0, a1, a2, a3, a4, a5), (s0, s1, s2, s3, s4, s5)
+    firsts, strides = (p0, p1, p2, p3, p4, p5), (s0, s1, s2, s3, s4, s5)
     step = tl.arange(0, B)
     for n in tl.static_range(len(firsts)):
-        tl.store(p_table + step * len(firsts) + n, firsts[n] + step * strides[n], mask=step < steps)
+        address = firsts[n].to(tl.int64) + step * strides[n]
+        tl.store(p_table + step * len(firsts) + n, address, mask=step < steps)
 
 
 def _write_table(table: Tensor, loop: StepLoop) -> None:
     """Fills a loop's table [steps, ADDRESSES]."""
     addresses = [*loop.addresses()]
-    addresses += [StepAddress(0)] * (ADDRESSES - len(addresses))
+    addresses += [StepAddress(table)] * (ADDRESSES - len(addresses))
+    firsts, strides = zip(*addresses, strict=True)
     options = {"B": triton.next_power_of_2(loop.length), "num_warps": 1}
-    KernelCall(_write_table_kernel, (1,), (table, loop.length, *itertools.chain(*addresses)), options).launch_again()
+    KernelCall(_write_table_kernel, (1,), (table, *firsts, loop.length, *strides), options).launch()
 
 
 class _Memory:
@@ -188,56 +195,130 @@ def _layout(form: Any) -> tuple[list[int], int]:
 
 
 class _Runner(Protocol):
-    """One loop's working memory, and a way to run what needs nothing else on the current stream."""
+    """A loop on its working memory, ready to run on the current stream; see `StepLoop` for the parts."""
 
-    memory: Any
+    def stage(self) -> None: ...
 
-    def couple(self, loop: StepLoop) -> None: ...
+    def couple(self) -> None: ...
 
-    def conclude(self, loop: StepLoop) -> None: ...
+    def steps(self) -> None: ...
 
-    def steps(self, loop: StepLoop) -> None: ...
+    def conclude(self) -> None: ...
 
-
-_R = TypeVar("_R", bound=_Runner)
+    def read(self) -> None: ...
 
 
 @dataclass
 class _Plain:
     """Launches one by one, on working memory of one call alone: what an outer capture records."""
 
+    loop: StepLoop
     memory: Any
 
-    def couple(self, loop: StepLoop) -> None:
-        loop.couple(self.memory, None)
+    def stage(self) -> None:
+        self.loop.stage(self.memory)
 
-    def conclude(self, loop: StepLoop) -> None:
-        if loop.concludes:
-            loop.conclude(self.memory)
+    def couple(self) -> None:
+        self.loop.couple(self.memory, None)
 
-    def steps(self, loop: StepLoop) -> None:
-        loop.steps(self.memory, None)
+    def steps(self) -> None:
+        self.loop.steps(self.memory, None)
+
+    def conclude(self) -> None:
+        if self.loop.concludes:
+            self.loop.conclude(self.memory)
+
+    def read(self) -> None:
+        self.loop.read(self.memory)
 
 
 @dataclass
 class _Captured:
+    """A loop's graphs, on one of the working memories of a device and stream."""
+
     memory: Any  # None once it is retired: memory is reused in the order of its stream, and may go before the graphs
+    own: Sequence[Tensor]  # the memory as a whole, and the table
     table: Tensor  # [steps, ADDRESSES] int64 on the device
     couple_graph: torch.cuda.CUDAGraph
     conclude_graph: torch.cuda.CUDAGraph | None
     steps_graph: torch.cuda.CUDAGraph
-    done: torch.cuda.Event  # after the latest call that used it
+    done: torch.cuda.Event  # after the latest call of its device and stream
+    used: int = 0  # the number of the latest call that used it
 
-    def couple(self, loop: StepLoop) -> None:
-        _write_table(self.table, loop)
-        self.couple_graph.replay()
 
-    def conclude(self, loop: StepLoop) -> None:
-        if self.conclude_graph is not None:
-            self.conclude_graph.replay()
+@dataclass
+class _Replays:
+    """The graphs of a loop, whatever the launches around them are."""
 
-    def steps(self, loop: StepLoop) -> None:
-        self.steps_graph.replay()
+    captured: _Captured
+
+    def couple(self) -> None:
+        self.captured.couple_graph.replay()
+
+    def steps(self) -> None:
+        self.captured.steps_graph.replay()
+
+    def conclude(self) -> None:
+        if self.captured.conclude_graph is not None:
+            self.captured.conclude_graph.replay()
+
+
+@dataclass
+class _Built(_Replays):
+    """Builds its launches, and records them for calls like this one, of tensors like these, unless those are None."""
+
+    loop: StepLoop
+    tensors: Sequence[Tensor] | None
+    launches: list[list[RecordedLaunch] | None]  # of `stage` and `read`, as far as it has come
+
+    def stage(self) -> None:
+        self._launch(self._stage)
+
+    def read(self) -> None:
+        self._launch(lambda: self.loop.read(self.captured.memory))
+
+    def _stage(self) -> None:
+        self.loop.stage(self.captured.memory)
+        _write_table(self.captured.table, self.loop)
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        if self.tensors is None:
+            work()
+        else:
+            self.launches.append(record(work, self.tensors, self.captured.own))
+
+
+@dataclass
+class _Recorded(_Replays):
+    """Makes recorded launches, for tensors of other addresses."""
+
+    launches: Sequence[Sequence[RecordedLaunch]]  # of `stage` and `read`
+    addresses: Sequence[int] = ()  # of the call's tensors
+
+    def stage(self) -> None:
+        self._launch(self.launches[0])
+
+    def read(self) -> None:
+        self._launch(self.launches[1])
+
+    def _launch(self, launches: Sequence[RecordedLaunch]) -> None:
+        for launch in launches:
+            launch.launch(self.addresses)
+
+
+@dataclass
+class _Layout:
+    """What is known of calls whose tensors have one layout."""
+
+    signature: Hashable  # of their first loop
+    recorded: list[list[_Recorded]] | None = None
+    recordable: bool = True
+
+    def usable(self) -> list[list[_Recorded]] | None:
+        """What was recorded, if all of its loops are still there."""
+        if self.recorded and any(r.captured.memory is None for r in itertools.chain(*self.recorded)):
+            self.recorded = None
+        return self.recorded
 
 
 class _Streams(NamedTuple):
@@ -255,95 +336,161 @@ def _new_streams(device: torch.device) -> _Streams:
     return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=SIDE_PRIORITY))
 
 
+class _Place:
+    """What the calls of one device and stream share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = _new_streams(device)
+        self.memories = (_Memory(), _Memory())
+        self.done = torch.cuda.Event()  # after the latest call
+        self.used = 0  # the number of the latest call
+
+
 _lock = threading.Lock()
-_captured: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()  # by signature, which memory, device and stream
+_calls = itertools.count(1)
+_places: dict[tuple[int, int], _Place] = {}  # by device and stream
+_captured: dict[tuple[Any, ...], _Captured] = {}  # by signature, which memory, device and stream
+_layouts: OrderedDict[Hashable, _Layout] = OrderedDict()  # by kind of call, its tensors' layout, device and stream
 _retired: list[_Captured] = []
-_streams: dict[tuple[int, int], _Streams] = {}
-_memories: dict[tuple[int, int], tuple[_Memory, _Memory]] = {}
 
 
-def run_plainly(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
+Groups = Sequence[Sequence[StepLoop]]
+"""A call's loops in order, those of one group of streams after those of the other."""
+
+
+def run_plainly(groups: Groups, device: torch.device) -> None:
     """Runs all loops one after the other by plain launches on the current stream."""
     memories, streams = (_Memory(), _Memory()), _new_streams(device)
     for k, memory in enumerate(memories):
         memory.become(memory.needs([loop for loops in groups for loop in loops[k::2]]), device)
     for loops in groups:
-        _run_overlapped(loops, _runners(loops, lambda loop, k: _Plain(memories[k].of(loop))), streams)
+        _run_overlapped([_Plain(loop, memories[k % 2].of(loop)) for k, loop in enumerate(loops)], streams)
 
 
-def replay(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
-    """Runs all loops one after the other on the current stream, each as one replay; captures what is missing first."""
+def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], device: torch.device) -> Hashable:
+    """Runs a call's loops in order on the current stream, each as one replay; captures what is missing first.
+
+    Args:
+        kind: everything that the loops depend on besides the tensors.
+        tensors: all that the loops' launches touch besides working memory.
+        loops: makes them, where they are not known from a call of the same kind and layout.
+    Returns:
+        The signature of the first loop; None if there is none.
+    """
     stream = torch.cuda.current_stream(device)
     where = (stream.device_index, stream.cuda_stream)
-
-    def runner(loop: StepLoop, buffer: int) -> _Captured:
-        key = (loop.signature, buffer, *where)
-        captured = _captured.get(key)
-        if captured is None:
-            captured = _captured[key] = _capture(loop, _memories[where][buffer].of(loop), device)
-        _captured.move_to_end(key)
-        return captured
-
+    key = (kind, *((x.dtype, x.shape, x.stride()) for x in tensors), where)
+    addresses = [x.data_ptr() for x in tensors]
     with _lock:
-        if where not in _streams:
-            _streams[where] = _new_streams(device)
-            _memories[where] = (_Memory(), _Memory())
-        with torch.inference_mode(False):  # what is kept serves calls in any mode
-            for k, memory in enumerate(_memories[where]):
-                size = memory.needs([loop for loops in groups for loop in loops[k::2]])
-                if size:
-                    _forget([key for key in _captured if key[1:] == (k, *where)])
-                    memory.become(size, device)
-            runners = [_runners(loops, runner) for loops in groups]
+        if where not in _places:
+            _places[where] = _Place(device)
+        place, number = _places[where], next(_calls)
+        place.used = number
+        layout = _layouts.get(key)
+        recorded = layout.usable() if layout is not None and aligned(addresses) else None
+        if layout is not None and recorded is not None:
+            _layouts.move_to_end(key)
+            for known in itertools.chain(*recorded):
+                known.addresses, known.captured.used = addresses, number
+            _run(recorded, place, stream)
+            return layout.signature
+        groups = loops()
+        keeping = tensors if layout is not None and layout.recordable and aligned(addresses) else None
+        built = _build(groups, place, where, keeping)
+        for runner in itertools.chain(*built):
+            runner.captured.used = number
         try:
-            for loops, runners_of_group in zip(groups, runners, strict=True):
-                _run_overlapped(loops, runners_of_group, _streams[where])
+            _run(built, place, stream)
         finally:
-            for captured in itertools.chain(*runners):
-                captured.done.record(stream)
             _retire(where)
+        if layout is None:
+            layout = _layouts[key] = _Layout(groups[0][0].signature if groups else None)
+            while len(_layouts) > MAX_CALLS:
+                _layouts.popitem(last=False)
+        elif keeping is not None:
+            layout.recorded = _recorded(built)
+            layout.recordable = layout.recorded is not None
+        return layout.signature
 
 
-def _runners(loops: Sequence[StepLoop], runner_of: Callable[[StepLoop, int], _R]) -> list[_R]:
-    """A runner for each loop, on two working memories in turn."""
-    return [runner_of(loop, k % 2) for k, loop in enumerate(loops)]
+def _build(
+    groups: Groups, place: _Place, where: tuple[int, int], tensors: Sequence[Tensor] | None
+) -> list[list[_Built]]:
+    """A runner for each loop, on the two working memories in turn."""
+    device = place.streams.steps.device
+
+    def captured(loop: StepLoop, buffer: int) -> _Captured:
+        key = (loop.signature, buffer, *where)
+        if key not in _captured:
+            _captured[key] = _capture(loop, place.memories[buffer], place.done, device)
+        return _captured[key]
+
+    with torch.inference_mode(False):  # what is kept serves calls in any mode
+        for k, memory in enumerate(place.memories):
+            size = memory.needs([loop for loops in groups for loop in loops[k::2]])
+            if size:
+                _forget([key for key in _captured if key[1:] == (k, *where)])
+                memory.become(size, device)
+        return [[_Built(captured(loop, k % 2), loop, tensors, []) for k, loop in enumerate(loops)] for loops in groups]
 
 
-def _run_overlapped(loops: Sequence[StepLoop], runners: Sequence[_Runner], streams: _Streams) -> None:
+def _recorded(built: Sequence[Sequence[_Built]]) -> list[list[_Recorded]] | None:
+    """What was recorded; None if that is not all."""
+    runners: list[list[_Recorded]] = []
+    for group in built:
+        runners.append([])
+        for runner in group:
+            launches = [x for x in runner.launches if x is not None]
+            if len(launches) < len(runner.launches):
+                return None
+            runners[-1].append(_Recorded(runner.captured, launches))
+    return runners
+
+
+def _run(groups: Sequence[Sequence[_Runner]], place: _Place, stream: torch.cuda.Stream) -> None:
+    try:
+        for runners in groups:
+            _run_overlapped(runners, place.streams)
+    finally:
+        place.done.record(stream)
+
+
+def _run_overlapped(runners: Sequence[_Runner], streams: _Streams) -> None:
     """The steps of all loops in order; beside them what is not needed yet."""
     current = torch.cuda.current_stream(streams.steps.device)
     streams.side.wait_stream(current)
     streams.steps.wait_stream(current)
     done: torch.cuda.Event | None = None
     try:
-        for k, (loop, runner) in enumerate(zip(loops, runners, strict=True)):
+        for k, runner in enumerate(runners):
             with torch.cuda.stream(streams.side):
-                loop.stage(runner.memory)
-                runner.couple(loop)
+                runner.stage()
+                runner.couple()
                 coupled = streams.side.record_event()
                 if done is not None:
                     streams.side.wait_event(done)
-                    runners[k - 1].conclude(loops[k - 1])
-                    loops[k - 1].read(runners[k - 1].memory)
+                    runners[k - 1].conclude()
+                    runners[k - 1].read()
             with torch.cuda.stream(streams.steps):
                 streams.steps.wait_event(coupled)
-                runner.steps(loop)
+                runner.steps()
                 done = streams.steps.record_event()
     finally:  # whatever happened, the caller's memory is in use until both have ended
         current.wait_stream(streams.steps)
         current.wait_stream(streams.side)
-    runners[-1].conclude(loops[-1])
-    loops[-1].read(runners[-1].memory)
+    runners[-1].conclude()
+    runners[-1].read()
 
 
-def _capture(loop: StepLoop, memory: Any, device: torch.device) -> _Captured:
+def _capture(loop: StepLoop, shared: _Memory, done: torch.cuda.Event, device: torch.device) -> _Captured:
+    memory = shared.of(loop)
     loop.clear(memory)
     table = torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device)
     _write_table(table, loop)
     couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
     steps = _captured_graph(device, lambda: loop.steps(memory, table))
     conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
-    return _Captured(memory, table, couple, conclude, steps, torch.cuda.Event())
+    return _Captured(memory, (shared.bytes, table), table, couple, conclude, steps, done)
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
@@ -368,16 +515,16 @@ def _retire(latest: tuple[int, int]) -> None:
 
     A loop that still runs is kept until it has ended. latest: the device and stream of the latest call.
     """
-    _forget(list(_captured)[: max(0, len(_captured) - MAX_LOOPS)])
-    used = list(dict.fromkeys(key[2:] for key in reversed(_captured)))  # the latest first
+    by_age = sorted(_captured, key=lambda key: _captured[key].used)
+    _forget(by_age[: max(0, len(by_age) - MAX_LOOPS)])
     kept = 0
-    for where in [latest, *(where for where in used if where != latest)]:
-        kept += sum(len(memory.bytes) for memory in _memories[where])
+    for where in sorted(_places, key=lambda where: _places[where].used, reverse=True):
+        kept += sum(len(memory.bytes) for memory in _places[where].memories)
         if kept > MAX_BYTES and where != latest:
             _forget([key for key in _captured if key[2:] == where])
     used = [latest, *{key[2:] for key in _captured}]
-    for where in [where for where in _memories if where not in used]:
-        del _memories[where], _streams[where]
+    for where in [where for where in _places if where not in used]:
+        del _places[where]
     _retired[:] = [loop for loop in _retired if not loop.done.query()]
 
 
@@ -385,8 +532,10 @@ def _forget(keys: Iterable[tuple[Any, ...]]) -> None:
     """Retires the loops of these keys."""
     for key in keys:
         loop = _captured.pop(key)
-        loop.memory = None
+        loop.memory, loop.own = None, ()
         _retired.append(loop)
+    for layout in _layouts.values():
+        layout.usable()  # lets go of what needs a loop that is gone
 
 
 def captured_loops() -> int:
@@ -398,9 +547,11 @@ def captured_loops() -> int:
 def free_captured_loops() -> None:
     """Frees every captured step loop and its working memory. Waits for those that still run."""
     with _lock:
-        for loop in (*_captured.values(), *_retired):
+        for place in _places.values():
+            place.done.synchronize()
+        for loop in _retired:
             loop.done.synchronize()
+        _layouts.clear()
         _captured.clear()
         _retired.clear()
-        _streams.clear()
-        _memories.clear()
+        _places.clear()

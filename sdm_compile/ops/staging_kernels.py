@@ -1,6 +1,6 @@
-"""Triton kernels of the staging: one program cleans one token of one stream; see `staging` for what cleaning means.
+"""Triton kernels of the staging: one program cleans a few tokens of one stream; see `staging` for what cleaning means.
 
-Backwards likewise: one program per token fetches the gradients of what that token became.
+Backwards likewise: one program fetches the gradients of what a few tokens became.
 """
 
 from __future__ import annotations
@@ -71,65 +71,75 @@ def _stage_token_kernel(
     W: tl.constexpr,
     R: tl.constexpr,
     GATES: tl.constexpr,
+    BT: tl.constexpr,
     BW: tl.constexpr,
     BR: tl.constexpr,
     BX: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """One token. s_k: strides of k_idx, s_kv of k_val, s_b of beta, s_g of g, s_q of q_idx, s_qv of q_val."""
-    i = tl.program_id(0)
+    """BT tokens. s_k: strides of k_idx, s_kv of k_val, s_b of beta, s_g of g, s_q of q_idx, s_qv of q_val."""
+    o_i = tl.program_id(0) * BT + tl.arange(0, BT)
     chunk = tl.program_id(1).to(tl.int64)  # step * streams + stream, within the slab
     p = chunk % streams
-    t = first_token + (chunk // streams) * C + i
-    w_here = tl.where(t < tokens, W, 0)  # padding tokens have no writes and no reads
-    r_here = tl.where(t < tokens, R, 0)
-    row = chunk * C + i
+    t = first_token + (chunk // streams) * C + o_i
+    m_i = o_i < C
+    here = m_i & (t < tokens)  # padding tokens have no writes and no reads
+    row = chunk * C + o_i
     dtype = p_k_val_out.dtype.element_ty
-    o_w = tl.arange(0, BW)
-    m_w = o_w < W
-    ids = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, o_w < w_here, num_slots)
+    o_w = tl.arange(0, BW)[None, :]
+    m_w = here[:, None] & (o_w < W)
+    out_w, m_out_w = row[:, None] * W + o_w, m_i[:, None] & (o_w < W)
+    at_k, at_kv = (p * s_kp + t * s_kt)[:, None], (p * s_kvp + t * s_kvt)[:, None]
+    ids = _load_ids(p_k_idx + at_k + o_w * s_kw, m_w, num_slots)
     held = ids >= 0
-    val = tl.load(p_k_val + p * s_kvp + t * s_kvt + o_w * s_kvw, mask=(o_w < w_here) & held, other=0.0)
+    val = tl.load(p_k_val + at_kv + o_w * s_kvw, mask=m_w & held, other=0.0)
     weight = val.to(dtype).to(tl.float32)
-    first = o_w
-    after = _load_ids(p_k_idx + p * s_kp + t * s_kt + (o_w + 1) * s_kw, o_w + 1 < w_here, num_slots)
-    if tl.min(tl.where((ids < after) | (o_w + 1 >= w_here), 1, 0), axis=0) == 0:
-        # Not in ascending order, as a top-k gives them, so slots may repeat: the first write of the same slot, and the
-        # sum of its weights, over blocks of BX writes.
-        first = tl.full([BW], W, tl.int32)
-        weight = tl.zeros([BW], tl.float32)
+    first = tl.broadcast_to(o_w, [BT, BW])
+    if not _ascending(p_k_idx + at_k, ids, here, num_slots, s_kw, W, BW):
+        # So slots may repeat: the first write of the same slot, and the sum of its weights, over blocks of BX writes.
+        first = tl.full([BT, BW], W, tl.int32)
+        weight = tl.zeros([BT, BW], tl.float32)
         for x in tl.static_range(0, W, BX):
-            o_x = x + tl.arange(0, BX)
-            m_x = o_x < w_here
-            ids_x = _load_ids(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, m_x, num_slots)
-            val_x = tl.load(p_k_val + p * s_kvp + t * s_kvt + o_x * s_kvw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
-            same = held[:, None] & (ids_x[None, :] == ids[:, None])
-            first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
-            weight += tl.sum(tl.where(same, val_x[None, :], 0.0), axis=1)
+            o_x = x + tl.arange(0, BX)[None, :]
+            m_x = here[:, None] & (o_x < W)
+            ids_x = _load_ids(p_k_idx + at_k + o_x * s_kw, m_x, num_slots)
+            val_x = tl.load(p_k_val + at_kv + o_x * s_kvw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
+            same = held[:, :, None] & (ids_x[:, None, :] == ids[:, :, None])
+            first = tl.minimum(first, tl.min(tl.where(same, o_x[:, None, :], W), axis=2))
+            weight += tl.sum(tl.where(same, val_x[:, None, :], 0.0), axis=2)
     kept = held & (first == o_w)
-    tl.store(p_k_idx_out + row * W + o_w, tl.where(kept, ids, -1), mask=m_w)
-    tl.store(p_k_val_out + row * W + o_w, tl.where(kept, weight, 0.0).to(dtype), mask=m_w)
-    any_held = tl.max(held.to(tl.int32), axis=0) > 0
-    beta = tl.load(p_beta + p * s_bp + t * s_bt, mask=t < tokens, other=0.0).to(tl.float32)
-    tl.store(p_beta_out + row, tl.where(any_held, beta, 0.0))
-    tl.store(p_silent + row, (~any_held).to(tl.int8))
+    tl.store(p_k_idx_out + out_w, tl.where(kept, ids, -1), mask=m_out_w)
+    tl.store(p_k_val_out + out_w, tl.where(kept, weight, 0.0).to(dtype), mask=m_out_w)
+    any_held = tl.max(held.to(tl.int32), axis=1) > 0
+    beta = tl.load(p_beta + p * s_bp + t * s_bt, mask=here, other=0.0).to(tl.float32)
+    tl.store(p_beta_out + row, tl.where(any_held, beta, 0.0), mask=m_i)
+    tl.store(p_silent + row, (~any_held).to(tl.int8), mask=m_i)
     if GATES == W:
-        gate = tl.load(p_g + p * s_gp + t * s_gt + o_w * s_gw, mask=o_w < w_here, other=0.0).to(tl.float32)
-        tl.store(p_g_out + row * W + o_w, tl.where(kept, gate, 0.0), mask=m_w)
+        gate = tl.load(p_g + (p * s_gp + t * s_gt)[:, None] + o_w * s_gw, mask=m_w, other=0.0).to(tl.float32)
+        tl.store(p_g_out + out_w, tl.where(kept, gate, 0.0), mask=m_out_w)
     else:
-        gate = tl.load(p_g + p * s_gp + t * s_gt, mask=t < tokens, other=0.0).to(tl.float32)
-        tl.store(p_g_out + row, tl.where(any_held, gate, 0.0))
+        gate = tl.load(p_g + p * s_gp + t * s_gt, mask=here, other=0.0).to(tl.float32)
+        tl.store(p_g_out + row, tl.where(any_held, gate, 0.0), mask=m_i)
     if COUNT:
-        repeats = tl.sum((held & (first < o_w)).to(tl.int64), axis=0)
+        repeats = tl.sum(tl.sum((held & (first < o_w)).to(tl.int64), axis=1), axis=0)
         if repeats > 0:
             tl.atomic_add(p_repeats, repeats)
-    o_r = tl.arange(0, BR)
-    m_r = o_r < R
-    ids = _load_ids(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, o_r < r_here, num_slots)
-    read = ids >= 0
-    val = tl.load(p_q_val + p * s_qvp + t * s_qvt + o_r * s_qvr, mask=m_r & read, other=0.0)
-    tl.store(p_q_idx_out + row * R + o_r, ids, mask=m_r)
-    tl.store(p_q_val_out + row * R + o_r, val.to(dtype), mask=m_r)
+    o_r = tl.arange(0, BR)[None, :]
+    m_r = here[:, None] & (o_r < R)
+    ids = _load_ids(p_q_idx + (p * s_qp + t * s_qt)[:, None] + o_r * s_qr, m_r, num_slots)
+    val = tl.load(p_q_val + (p * s_qvp + t * s_qvt)[:, None] + o_r * s_qvr, mask=m_r & (ids >= 0), other=0.0)
+    out_r, m_out_r = row[:, None] * R + o_r, m_i[:, None] & (o_r < R)
+    tl.store(p_q_idx_out + out_r, ids, mask=m_out_r)
+    tl.store(p_q_val_out + out_r, val.to(dtype), mask=m_out_r)
+
+
+@triton.jit
+def _ascending(p_ids, ids, here, num_slots, s_w, W: tl.constexpr, BW: tl.constexpr):
+    """Whether each token's ids [BT, BW], which begin at p_ids [BT, 1], ascend as a top-k gives them: none repeats."""
+    o_w = tl.arange(0, BW)[None, :] + 1
+    after = _load_wide_ids(p_ids + o_w * s_w, here[:, None] & (o_w < W), num_slots)
+    ascends = (ids < after) | (o_w >= W) | ~here[:, None]
+    return tl.min(tl.min(ascends.to(tl.int32), axis=1), axis=0) != 0
 
 
 @triton.jit
@@ -167,46 +177,52 @@ def _stage_token_backward_kernel(
     W: tl.constexpr,
     R: tl.constexpr,
     GATES: tl.constexpr,
+    BT: tl.constexpr,
     BW: tl.constexpr,
     BR: tl.constexpr,
     BX: tl.constexpr,
 ):
-    """One token: each write gets the gradient of the first write to its slot. s_k: strides of k_idx, s_q of q_idx.
+    """BT tokens: each write gets the gradient of the first write to its slot. s_k: strides of k_idx, s_q of q_idx.
 
     The gradients are those of `count` tokens of each stream from the first on. p_silent: None if nobody asks.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = _staged_row(program, count, streams, C)
-    p, t = program // count, first_token + program % count
+    number = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    here = number < streams * count
+    row = _staged_row(number, count, streams, C)
+    p, t = number // count, first_token + number % count
     token = p * tokens + t
-    o_w = tl.arange(0, BW)
-    m_w = o_w < W
-    ids = _load_wide_ids(p_k_idx + p * s_kp + t * s_kt + o_w * s_kw, m_w, num_slots)
+    o_w = tl.arange(0, BW)[None, :]
+    m_w = here[:, None] & (o_w < W)
+    at_k = (p * s_kp + t * s_kt)[:, None]
+    ids = _load_wide_ids(p_k_idx + at_k + o_w * s_kw, m_w, num_slots)
     held = ids >= 0
-    first = tl.full([BW], W, tl.int32)
-    for x in tl.static_range(0, W, BX):
-        o_x = x + tl.arange(0, BX)
-        ids_x = _load_wide_ids(p_k_idx + p * s_kp + t * s_kt + o_x * s_kw, o_x < W, num_slots)
-        same = held[:, None] & (ids_x[None, :] == ids[:, None])
-        first = tl.minimum(first, tl.min(tl.where(same, o_x[None, :], W), axis=1))
-    any_held = tl.max(held.to(tl.int32), axis=0) > 0
+    first = tl.broadcast_to(o_w, [BT, BW])
+    if not _ascending(p_k_idx + at_k, ids, here, num_slots, s_kw, W, BW):
+        first = tl.full([BT, BW], W, tl.int32)
+        for x in tl.static_range(0, W, BX):
+            o_x = x + tl.arange(0, BX)[None, :]
+            ids_x = _load_wide_ids(p_k_idx + at_k + o_x * s_kw, here[:, None] & (o_x < W), num_slots)
+            same = held[:, :, None] & (ids_x[:, None, :] == ids[:, :, None])
+            first = tl.minimum(first, tl.min(tl.where(same, o_x[:, None, :], W), axis=2))
+    any_held = tl.max(held.to(tl.int32), axis=1) > 0
     if p_silent is not None:
-        tl.store(p_silent + token, (~any_held).to(tl.int8))
-    dk_val = tl.load(p_dk_val + row * W + first, mask=held, other=0.0)
-    tl.store(p_dk_val_out + token * W + o_w, dk_val.to(p_dk_val_out.dtype.element_ty), mask=m_w)
+        tl.store(p_silent + token, (~any_held).to(tl.int8), mask=here)
+    out_w = token[:, None] * W + o_w
+    dk_val = tl.load(p_dk_val + row[:, None] * W + first, mask=held, other=0.0)
+    tl.store(p_dk_val_out + out_w, dk_val.to(p_dk_val_out.dtype.element_ty), mask=m_w)
     dbeta = tl.load(p_dbeta + row, mask=any_held, other=0.0)
-    tl.store(p_dbeta_out + token, dbeta.to(p_dbeta_out.dtype.element_ty))
+    tl.store(p_dbeta_out + token, dbeta.to(p_dbeta_out.dtype.element_ty), mask=here)
     if GATES == W:
-        dg = tl.load(p_dg + row * W + o_w, mask=held & (first == o_w), other=0.0)
-        tl.store(p_dg_out + token * W + o_w, dg.to(p_dg_out.dtype.element_ty), mask=m_w)
+        dg = tl.load(p_dg + row[:, None] * W + o_w, mask=held & (first == o_w), other=0.0)
+        tl.store(p_dg_out + out_w, dg.to(p_dg_out.dtype.element_ty), mask=m_w)
     else:
         dg = tl.load(p_dg + row, mask=any_held, other=0.0)
-        tl.store(p_dg_out + token, dg.to(p_dg_out.dtype.element_ty))
-    o_r = tl.arange(0, BR)
-    m_r = o_r < R
-    read = _load_wide_ids(p_q_idx + p * s_qp + t * s_qt + o_r * s_qr, m_r, num_slots) >= 0
-    dq_val = tl.load(p_dq_val + row * R + o_r, mask=read, other=0.0)
-    tl.store(p_dq_val_out + token * R + o_r, dq_val.to(p_dq_val_out.dtype.element_ty), mask=m_r)
+        tl.store(p_dg_out + token, dg.to(p_dg_out.dtype.element_ty), mask=here)
+    o_r = tl.arange(0, BR)[None, :]
+    m_r = here[:, None] & (o_r < R)
+    read = _load_wide_ids(p_q_idx + (p * s_qp + t * s_qt)[:, None] + o_r * s_qr, m_r, num_slots) >= 0
+    dq_val = tl.load(p_dq_val + row[:, None] * R + o_r, mask=read, other=0.0)
+    tl.store(p_dq_val_out + token[:, None] * R + o_r, dq_val.to(p_dq_val_out.dtype.element_ty), mask=m_r)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "first_token"])
@@ -260,6 +276,14 @@ def _from_chunks_kernel(
     tl.store(p_out + token * D + o_d, x.to(p_out.dtype.element_ty), mask=o_d < D)
 
 
+def _token_blocks(writes: int, reads: int) -> dict[str, int]:
+    """How many tokens a program takes, as blocks of how many writes and reads, compared with how many at a time."""
+    block_w, block_r = triton.next_power_of_2(writes), triton.next_power_of_2(reads)
+    tokens = max(1, 128 // max(block_w, block_r))
+    compared = max(1, min(32, block_w) // tokens)
+    return dict(BT=tokens, BW=block_w, BR=block_r, BX=compared, num_warps=1 if writes <= 64 else 4)
+
+
 def launch_stage_inputs(
     inputs: Sequence[Tensor],
     staged: Staged,
@@ -278,7 +302,7 @@ def launch_stage_inputs(
     reads, tokens = q_idx.shape[2], k_idx.shape[1]
     if not steps or not streams:
         return
-    block_w = triton.next_power_of_2(writes)
+    blocks = _token_blocks(writes, reads)
     args = (
         *(k_idx, k_val, beta, g, q_idx, q_val),
         *(staged.k_idx, staged.k_val, staged.beta, staged.g, staged.q_idx, staged.q_val, silent),
@@ -291,14 +315,11 @@ def launch_stage_inputs(
         W=writes,
         R=reads,
         GATES=g.shape[2],
-        BW=block_w,
-        BR=triton.next_power_of_2(reads),
-        BX=min(32, block_w),
+        **blocks,
         COUNT=repeats is not None,
-        num_warps=1 if writes <= 64 else 4,
         enable_fp_fusion=True,
     )
-    KernelCall(_stage_token_kernel, (chunk, steps * streams), args, options).launch_again()
+    KernelCall(_stage_token_kernel, (triton.cdiv(chunk, blocks["BT"]), steps * streams), args, options).launch()
     _to_chunks(v, staged.v, first_token, silent)
 
 
@@ -335,7 +356,7 @@ def launch_stage_tokens_bwd(
     count = min(tokens - first_token, dk_val.shape[0] * chunk)
     if not streams or not count:
         return
-    block_w = triton.next_power_of_2(writes)
+    blocks = _token_blocks(writes, reads)
     args = (
         *(dk_val, dbeta, dg, dq_val, k_idx, q_idx, *outs, silent),
         *(tokens, first_token, count, streams, num_slots, *k_idx.stride(), *q_idx.stride()),
@@ -345,12 +366,9 @@ def launch_stage_tokens_bwd(
         W=writes,
         R=reads,
         GATES=dg.shape[3],
-        BW=block_w,
-        BR=triton.next_power_of_2(reads),
-        BX=min(32, block_w),
-        num_warps=1 if writes <= 64 else 4,
+        **blocks,
     )
-    KernelCall(_stage_token_backward_kernel, (streams * count,), args, options).launch_again()
+    KernelCall(_stage_token_backward_kernel, (triton.cdiv(streams * count, blocks["BT"]),), args, options).launch()
 
 
 def launch_unstage_readings(readings: Tensor, out: Tensor) -> None:
@@ -373,7 +391,7 @@ def _to_chunks(x: Tensor, out: Tensor, first_token: int = 0, silent: Tensor | No
     args = (x, out if silent is None else silent, out, rows, x.shape[1], first_token, streams, *x.stride(), width)
     options = dict(C=chunk, B=block, BD=columns, SILENT=silent is not None, num_warps=1)
     grid = (triton.cdiv(rows, block), triton.cdiv(width, columns))
-    KernelCall(_to_chunks_kernel, grid, args, options).launch_again()
+    KernelCall(_to_chunks_kernel, grid, args, options).launch()
 
 
 def _from_chunks(x: Tensor, out: Tensor, silent: Tensor | None = None) -> None:
@@ -382,10 +400,6 @@ def _from_chunks(x: Tensor, out: Tensor, silent: Tensor | None = None) -> None:
     if not out.numel():
         return
     columns = min(1024, triton.next_power_of_2(width))
-    _from_chunks_kernel[(streams * tokens, triton.cdiv(width, columns))](
-        *(x, out if silent is None else silent, out, tokens, streams, width),
-        C=x.shape[2],
-        BD=columns,
-        SILENT=silent is not None,
-        num_warps=1,
-    )
+    args = (x, out if silent is None else silent, out, tokens, streams, width)
+    options = dict(C=x.shape[2], BD=columns, SILENT=silent is not None, num_warps=1)
+    KernelCall(_from_chunks_kernel, (streams * tokens, triton.cdiv(width, columns)), args, options).launch()

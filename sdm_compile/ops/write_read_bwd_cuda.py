@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bound import KernelCall, each_step
-from .copy_kernels import copy_all
+from .copy_kernels import copy_all, transpose_all
 from .dual_matmul_kernels import (
     lower_matmul_call,
     outer_product_call,
@@ -175,7 +175,7 @@ class _SlabLoop:
         call = self.call
         of_call = (call.dM, call.bank, call.snapshot.payload, call.snapshot.scales, call.where)
         rows = step_address(call.saved.snapshot, self.first)
-        return [*(StepAddress(x.data_ptr()) for x in of_call), rows]
+        return [*map(StepAddress, of_call), rows]
 
     def memory_form(self) -> Slab:
         return _slab_form(self.signature)
@@ -195,10 +195,10 @@ class _SlabLoop:
         steps = slice(self.first, self.first + self.length)
         copy_all(list(slab.kept.values()), [getattr(call.saved, name)[steps] for name in slab.kept])
         X, retrieved = (getattr(call.saved, name)[steps].contiguous() for name in ("X", "retrieved"))
-        slab.Xt.copy_(X.mT)
         values = (slab.staged.v.flatten(0, 1), slab.staged.beta.flatten(0, 1))
-        X, retrieved, delta = (x.flatten(0, 1) for x in (X, retrieved, slab.delta))
-        lower_matmul_call(X, retrieved, delta, shape.dtype, values, many=True).launch_again()
+        X, Xt, retrieved, delta = (x.flatten(0, 1) for x in (X, slab.Xt, retrieved, slab.delta))
+        transpose_all(Xt, X)
+        lower_matmul_call(X, retrieved, delta, shape.dtype, values, many=True).launch()
         if call.dreadings is None:
             slab.dy.zero_()
         else:
@@ -287,7 +287,7 @@ class _SlabLoop:
         )
         dk_val, dv, *others = call.grads
         unstage = (first_token, shape.streams)
-        values_backward_call(du, v, beta, retrieved, dv=dv, dbeta=dbeta, plus=dbeta, unstage=unstage).launch_again()
+        values_backward_call(du, v, beta, retrieved, dv=dv, dbeta=dbeta, plus=dbeta, unstage=unstage).launch()
         made = (slab.dk_val, slab.dbeta, slab.dg, slab.dq_val)
         k_idx, q_idx = call.inputs[0], call.inputs[5]
         launch_stage_tokens_bwd(made, k_idx, q_idx, (dk_val, *others), shape.num_slots, first_token)
@@ -317,7 +317,12 @@ def backward_cuda(
     saved: what the forward filled, unflattened and contiguous. grads: [P, T, *] of k_val, v, beta, g and q_val, fresh.
     """
     call = call_of(dreadings, dM, final_memory, inputs, saved, mode, grads)
-    run_loops(list(call_loops(call, chunk_size)), dM, call.bank, saved.snapshot, saved.scales)
+    run_loops(
+        ("backward", mode, chunk_size, dreadings is None),
+        [dM, call.bank, call.where, *inputs, *saved, *grads, *([] if dreadings is None else [dreadings])],
+        lambda: list(call_loops(call, chunk_size)),
+        [dM, call.bank, saved.snapshot, saved.scales],
+    )
 
 
 def call_of(

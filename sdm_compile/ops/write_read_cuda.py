@@ -6,7 +6,7 @@ whose single step would exceed the bound runs in groups of streams. Neither chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bound import ALIGNMENT, MAX_GRID, KernelCall, each_step, launches_are_watched
+from .bound import MAX_GRID, KernelCall, aligned, each_step, launches_are_watched
 from .copy_kernels import copy_all
 from .decay_write_kernels import Links, announce, decay_write_by_token_call, decay_write_call, writes_by_token
 from .dual_matmul_kernels import lower_matmul_call
-from .launch import StepAddress, StepLoop, memory_bytes, replay, run_plainly
+from .launch import Groups, StepAddress, memory_bytes, replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
@@ -215,10 +215,10 @@ class _SlabLoop:
 
     def addresses(self) -> list[StepAddress]:
         if self.saving is None:
-            return [StepAddress(self.bank.data_ptr())]
+            return [StepAddress(self.bank)]
         saved = self.saving.saved
         of_steps = (saved.snapshot, saved.scales, saved.retrieved)
-        return [StepAddress(self.bank.data_ptr()), *(step_address(x, self.first) for x in of_steps)]
+        return [StepAddress(self.bank), *(step_address(x, self.first) for x in of_steps)]
 
     def memory_form(self) -> Slab:
         return _slab_form(self.signature)
@@ -258,7 +258,7 @@ class _SlabLoop:
             self.bank.dtype,
             plus=slab.inter.flatten(0, 1),
             unstage=(self.first * self.signature.chunk, self.signature.streams),
-        ).launch_again()
+        ).launch()
         if self.saving is not None:
             made = {**slab.fields._asdict(), "X": slab.X, "QX": slab.QX}
             steps = slice(self.first, self.first + self.length)
@@ -268,7 +268,7 @@ class _SlabLoop:
 
 def step_address(x: Tensor, first: int) -> StepAddress:
     """Of x [steps, *], from the step `first` on."""
-    return StepAddress(x.data_ptr() + first * x.stride(0) * x.element_size(), x.stride(0) * x.element_size())
+    return StepAddress(x[first], x.stride(0) * x.element_size())
 
 
 def write_read_cuda(
@@ -283,20 +283,34 @@ def write_read_cuda(
 
     saving: what to keep for a backward, all contiguous. Returns the route: which kernel writes the bank's rows.
     """
-    groups = list(call_loops(bank, inputs, chunk_size, readings, saving, count_repeats))
-    kept = () if saving is None else (saving.saved.snapshot, saving.saved.scales, saving.saved.retrieved)
-    run_loops(groups, bank, *kept)
-    return "triton by token" if groups and groups[0][0].signature.by_token else "triton by group"
+    tensors, addressed, kind = [bank, *inputs, readings], [bank], None
+    if count_repeats:
+        tensors.append(repeat_count(bank.device))
+    if saving is not None:
+        saved = saving.saved
+        tensors, addressed = [*tensors, *saved], [bank, saved.snapshot, saved.scales, saved.retrieved]
+        kind = (saving.mode, saving.declared)
+    first = run_loops(
+        ("forward", kind, chunk_size, count_repeats),
+        tensors,
+        lambda: list(call_loops(bank, inputs, chunk_size, readings, saving, count_repeats)),
+        addressed,
+    )
+    return "triton by token" if isinstance(first, ForwardShape) and first.by_token else "triton by group"
 
 
-def run_loops(groups: Sequence[Sequence[StepLoop]], *addressed: Tensor) -> None:
-    """Runs loops one after the other, as the situation asks for; `addressed` is what a table would have to name."""
-    device = addressed[0].device
+def run_loops(
+    kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], addressed: Sequence[Tensor]
+) -> Hashable:
+    """Runs a call's loops as the situation asks for, see `replay`; `addressed` is what a table would have to name."""
+    device = tensors[0].device
     capturing = current_situation(device) is Situation.CAPTURING
     # A tensor at an odd address would need kernels of its own in every captured loop.
-    odd = any(x.data_ptr() % ALIGNMENT for x in addressed)
-    run = run_plainly if capturing or launches_are_watched() or odd else replay
-    run(groups, device)
+    if aligned([x.data_ptr() for x in addressed]) and not (capturing or launches_are_watched()):
+        return replay((kind, torch.get_float32_matmul_precision()), tensors, loops, device)
+    groups = loops()
+    run_plainly(groups, device)
+    return groups[0][0].signature if groups else None
 
 
 def call_loops(

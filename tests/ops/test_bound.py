@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
 
 from sdm_compile.ops import bound  # noqa: E402
-from sdm_compile.ops.bound import BoundKernel, CallsOfOneSignature, KernelCall, each_step  # noqa: E402
+from sdm_compile.ops.bound import CallsOfOneSignature, KernelCall, each_step, noted_launches  # noqa: E402
 from sdm_compile.ops.checks import UnsupportedConfigurationError  # noqa: E402
 
 NOTHING_BOUND: list[list[int]] = []
@@ -37,7 +36,6 @@ class Bound:
     """Stands for BoundKernel, which needs a GPU."""
 
     launched: list[list[int]]
-    calls: list[KernelCall]  # those of `launch_call`
 
     def __init__(self, call: KernelCall) -> None:
         self.kernel = call.kernel
@@ -45,17 +43,11 @@ class Bound:
     def launch(self, addresses: list[int]) -> None:
         Bound.launched.append(addresses)
 
-    def launch_call(self, call: KernelCall) -> None:
-        assert call.kernel is self.kernel
-        Bound.calls.append(call)
-
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    Bound.launched, Bound.calls = [], []
+    Bound.launched = []
     monkeypatch.setattr(bound, "BoundKernel", Bound)
-    monkeypatch.setattr(bound, "_known", OrderedDict())
-    monkeypatch.setattr(bound.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(bound.triton.knobs.runtime, "interpret", False)
 
 
@@ -131,137 +123,25 @@ def test_no_programs_no_launch() -> None:
     assert kernel.launched == Bound.launched == NOTHING_BOUND
 
 
-def again(kernel: Kernel, *args: Any, grid: tuple[int, ...] = (3,), **options: Any) -> bool:
-    """Launches this again; whether Triton was passed by."""
-    before = len(kernel.launched), len(Bound.calls)
-    call = KernelCall(kernel, grid, args, options)
-    call.launch_again()
-    through_triton, directly = len(kernel.launched) - before[0], len(Bound.calls) - before[1]
-    assert through_triton + directly == 1
-    if directly:
-        assert Bound.calls[-1] is call
-    else:
-        assert kernel.launched[-1] == [x.data_ptr() for x in args if isinstance(x, Tensor)]
-    return directly == 1
-
-
-def test_a_kernel_is_bound_from_the_third_launch_on() -> None:
-    """Other addresses, other integers that it is not specialized for, and other grids are no other launch."""
-    kernel, x, y = Kernel(), aligned(4), aligned(400)
-    assert [again(kernel, x, y, n, 5, grid=(n + 1, 2), B=8) for n in range(5)] == [False, False, True, True, True]
-    assert again(kernel, y, x, 7, 5, grid=(1,), B=8)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"y": aligned(4).int()},
-        {"y": None},
-        {"specialized": 6},
-        {"specialized": None},
-        {"options": {"B": 16}},
-    ],
-    ids=lambda other: " ".join(f"{name} {value}" for name, value in other.items())[:20],
-)
-def test_launches_that_are_not_alike(other: dict[str, Any]) -> None:
+def test_launches_are_noted_in_order_by_the_thread_that_makes_them() -> None:
     kernel, x = Kernel(), aligned(4)
+    first, second = (KernelCall(kernel, (n,), (x, n), {}) for n in (1, 2))
+    first.launch()
+    with noted_launches() as calls:
+        first.launch()
+        KernelCall(kernel, (4, 0), (x,), {}).launch()
+        thread = threading.Thread(target=second.launch)
+        thread.start()
+        thread.join()
+        second.launch()
+    first.launch()
+    assert [call is expected for call, expected in zip(calls, (first, second), strict=True)] == [True, True]
+    assert len(kernel.launched) == 5
 
-    def launch(y: Tensor | None, specialized: int | None, options: dict[str, Any]) -> bool:
-        return again(kernel, x, y, 3, specialized, **options)
 
-    usual: dict[str, Any] = {"y": x, "specialized": 5, "options": {"B": 8}}
-    assert [launch(**usual) for _ in range(3)] == [False, False, True]
-    assert [launch(**{**usual, **other}) for _ in range(3)] == [False, False, True]
-    assert launch(**usual)
-    assert not again(Kernel(), x, x, 3, 5, B=8)
-
-
-def test_every_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_that_is_too_large_is_refused() -> None:
     kernel, x = Kernel(), aligned(4)
-    assert [again(kernel, x) for _ in range(3)] == [False, False, True]
-    monkeypatch.setattr(bound.torch.cuda, "current_device", lambda: 1)
-    assert [again(kernel, x) for _ in range(3)] == [False, False, True]
-
-
-def test_what_is_not_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, x, odd = Kernel(), aligned(4), aligned(4, offset=1)
-    for _ in range(3):
-        assert not again(kernel, x, odd)  # nothing is kept of it
-    assert [again(kernel, x, x) for _ in range(3)] == [False, False, True]
-    assert not again(kernel, odd, x) and not again(kernel, x, odd)
-    kernel.pre_run_hooks.append(print)
-    assert not again(kernel, x, x)
-    kernel.pre_run_hooks.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(bound.triton.knobs.runtime, "debug", True)
-        assert not again(kernel, x, x)
-    assert again(kernel, x, x)
-    launched = len(kernel.launched), len(Bound.calls)
-    KernelCall(kernel, (3, 0), (x, x), {}).launch_again()
-    assert (len(kernel.launched), len(Bound.calls)) == launched
-
-
-def test_a_grid_that_is_too_large_is_refused_however_often_it_was_launched_before() -> None:
-    kernel, x = Kernel(), aligned(4)
-    assert [again(kernel, x) for _ in range(3)] == [False, False, True]
     with pytest.raises(UnsupportedConfigurationError, match="65535"):
-        KernelCall(kernel, (1, 65536), (x,), {}).launch_again()
-
-
-def test_so_many_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "MAX_KNOWN", 3)
-    kernel, x = Kernel(), aligned(4)
-    for n in range(5):
-        assert [again(kernel, x, n) for _ in range(3)] == [False, False, True]
-        assert len(bound._known) == min(n + 1, 3)
-    assert again(kernel, x, 4) and again(kernel, x, 2)
-    assert [again(kernel, x, 0) for _ in range(3)] == [False, False, True]
-
-
-@triton.jit(do_not_specialize=["n", "plus"])
-def _add_kernel(p_out, p_x, n, plus: tl.int64, times, B: tl.constexpr):
-    """out = times * x + plus for n integers, in blocks of B that both dimensions of the grid number."""
-    at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * B + tl.arange(0, B)
-    x = tl.load(p_x + at, mask=at < n, other=0)
-    tl.store(p_out + at, times * x + plus, mask=at < n)
-
-
-@pytest.mark.gpu
-def test_a_kernel_launched_again_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other addresses, integers and grids; what is not aligned goes through Triton, and is right as well."""
-
-    class Counted(BoundKernel):
-        launches = 0
-
-        def launch_call(self, call: KernelCall) -> None:
-            Counted.launches += 1
-            super().launch_call(call)
-
-    monkeypatch.undo()
-    monkeypatch.setattr(bound, "BoundKernel", Counted)
-    monkeypatch.setattr(bound, "_known", OrderedDict())
-    block = 64
-
-    def launch(n: int, plus: int, times: int = 16, grid: tuple[int, ...] | None = None, offset: int = 0) -> int:
-        """How many launches passed Triton by."""
-        before = Counted.launches
-        room = torch.full((n + offset + 8,), -1, dtype=torch.int64, device="cuda")
-        out = room[offset : offset + n]
-        x = torch.arange(n, device="cuda") % 1000
-        options = {"B": block, "num_warps": 1}
-        KernelCall(_add_kernel, grid or (triton.cdiv(n, block),), (out, x, n, plus, times), options).launch_again()
-        assert torch.equal(out, times * x + plus)
-        assert (room[offset + n :] == -1).all() and (room[:offset] == -1).all()
-        return Counted.launches - before
-
-    assert [launch(n, plus) for n, plus in ((5, 1), (1, 2**40), (1000, 16), (64, -(2**40)))] == [0, 0, 1, 1]
-    assert launch(300, 5, grid=(2, 3)) == launch(300, 6, grid=(5, 1, 1)) == 1
-    assert launch(70, 3, offset=1) == 0
-    assert launch(70, 3, offset=2) == 1
-    assert [launch(70, 3, times=5) for _ in range(3)] == [0, 0, 1]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        assert launch(70, 4) == 1
-    torch.cuda.current_stream().wait_stream(stream)
-    assert launch(70, 5) == 1
+        KernelCall(kernel, (1, 65536), (x,), {}).launch()
+    KernelCall(kernel, (65536, 1), (x,), {}).launch()
+    assert len(kernel.launched) == 1

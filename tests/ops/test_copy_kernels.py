@@ -1,4 +1,4 @@
-"""Copying several tensors at once: in Triton's interpreter, on a GPU, and compiled without one.
+"""Copying several tensors at once, and transposing many: in Triton's interpreter, on a GPU, and compiled without one.
 
 The interpreter has to be chosen before Triton is imported, so that its tests run in a process of their own.
 """
@@ -19,7 +19,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted, without_the_i
 pytest.importorskip("triton")
 from sdm_compile.ops import copy_kernels
 from sdm_compile.ops.bound import KernelCall
-from sdm_compile.ops.copy_kernels import MOST, copy_all
+from sdm_compile.ops.copy_kernels import MOST, copy_all, transpose_all
 
 F32, I32 = torch.float32, torch.int32
 every_device = pytest.mark.parametrize(
@@ -113,11 +113,15 @@ def test_targets_and_sources_are_as_many(device: str) -> None:
         copy_all([x, x], [x])
 
 
-@pytest.mark.gpu
-def test_bound_it_copies_other_tensors_of_other_sizes(launches: Launches) -> None:
-    for seed in range(5):
-        assert_copied([numbers((8 * (seed + 1), n), F32, seed + n) for n in (4, 400, 36)], "cuda")
-    assert len(launches.calls) == 5
+@every_device
+@pytest.mark.parametrize("size", [1, 2, 5, 31, 32, 33, 65])
+def test_transposed(size: int, device: str, launches: Launches) -> None:
+    source = numbers((3, size, size), F32, size)
+    wide, target = within(source, device)
+    transpose_all(target, source.to(device))
+    assert torch.equal(target.cpu().view(torch.uint8), source.mT.contiguous().view(torch.uint8))
+    assert (wide[:32] == 77).all() and (wide[32 + source.numel() :] == 77).all()
+    assert len(launches.calls) == 1
 
 
 @without_the_interpreter
@@ -126,7 +130,9 @@ def test_bound_it_copies_other_tensors_of_other_sizes(launches: Launches) -> Non
 def test_every_kernel_compiles(
     capability: int, count: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KernelCall, "launch_again", lambda call: None)
+    monkeypatch.setattr(KernelCall, "launch", lambda call: None)
     copy_all(*([torch.empty(5, 3 + i) for i in range(count)] for _ in range(2)))
-    (call,) = launches.calls
-    assert compile_call(call, capability).asm["cubin"]
+    transpose_all(*torch.empty(2, 3, 64 * count, 64 * count))
+    assert len(launches.calls) == 2
+    for call in launches.calls:
+        assert compile_call(call, capability).asm["cubin"]

@@ -7,6 +7,7 @@ imported, so that these tests run in a process of their own.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sdm_compile.ops.snapshot import dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
@@ -24,7 +26,8 @@ from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
-from sdm_compile.ops import launch, write_read_cuda
+from sdm_compile.ops import launch, recorded, write_read_cuda
+from sdm_compile.ops.bound import KernelCall
 from sdm_compile.ops.launch import captured_loops, free_captured_loops
 
 
@@ -83,6 +86,44 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
     free_captured_loops()
     yield captured
     free_captured_loops()
+
+
+class Rebuilt:
+    """Stands for BoundKernel, which needs a GPU: launches on tensors at the addresses that it is given."""
+
+    made = 0
+
+    def __init__(self, call: KernelCall) -> None:
+        self.kernel, self.grid, self.options = call.kernel, call.grid, call.options
+        self.args = [arg.dtype if isinstance(arg, Tensor) else arg for arg in call.args]
+
+    def launch(self, addresses: list[int]) -> None:
+        Rebuilt.made += 1
+        left = iter(addresses)
+        args = [element_at(next(left), arg) if isinstance(arg, torch.dtype) else arg for arg in self.args]
+        self.kernel[self.grid](*args, **self.options)
+
+
+def element_at(address: int, dtype: torch.dtype) -> Tensor:
+    if not address:
+        return torch.empty(0, dtype=dtype)
+    raw = (ctypes.c_char * dtype.itemsize).from_address(address)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+
+
+@pytest.fixture
+def recording(graphs: list[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls record their launches, as they do on a GPU alone."""
+
+    def launch_unseen(call: KernelCall) -> None:
+        """The interpreter does its work with PyTorch's operators."""
+        with _disable_current_modes():
+            launch(call)
+
+    Rebuilt.made, launch = 0, KernelCall.launch
+    monkeypatch.setattr(KernelCall, "launch", launch_unseen)
+    monkeypatch.setattr(recorded, "BoundKernel", Rebuilt)
+    monkeypatch.setattr(recorded, "can_bind", lambda kernel: True)
 
 
 class Outputs(NamedTuple):
@@ -145,6 +186,33 @@ def test_captured_and_replayed(case: Case, mode: str, graphs: list[FakeGraph]) -
         assert_right(calls[seed], case, mode, seed)
 
 
+@in_the_interpreter
+def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None) -> None:
+    """By calls of other tensors; those of another layout have launches of their own."""
+    calls, kept, made, case = [], [], [], replace(TANGLED, tokens=15, chunk_size=4)
+
+    def once_more(seed: int, case: Case = case) -> None:
+        before = Rebuilt.made
+        calls.append(on_cuda(case, "none", seed))
+        made.append(Rebuilt.made - before)
+        kept.append(copies(calls[-1]))
+        assert_right(calls[-1], case, "none", seed)
+
+    for seed in (0, 1, 2, 0):
+        once_more(seed)
+    # Two slabs of each direction. Forward: the staging's two launches, the table, the readings, the copies.
+    assert made == [0, 0, 2 * (5 + 9), 2 * (5 + 9)]
+    once_more(3, replace(case, tokens=14))
+    once_more(4)
+    assert made[4:] == [0, made[3]]
+    free_captured_loops()
+    for seed in (1, 2, 3):
+        once_more(seed)
+    assert made[6:] == [0, 0, made[3]]
+    assert_same_bits([copies(call) for call in calls], kept)
+    assert_same_bits(kept[3], kept[0])
+
+
 def copies(outputs: Outputs) -> list[Tensor]:
     """Everything but the rows that are nobody's."""
     saved = outputs.saved
@@ -156,7 +224,7 @@ def copies(outputs: Outputs) -> list[Tensor]:
 
 def kept_bytes() -> list[int]:
     """Of the working memories that there are."""
-    return [len(memory.bytes) for memories in launch._memories.values() for memory in memories]
+    return [len(memory.bytes) for place in launch._places.values() for memory in place.memories]
 
 
 @in_the_interpreter
