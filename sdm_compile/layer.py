@@ -76,7 +76,7 @@ class SparseDeltaMemory(nn.Module):
         """The memory that `batch` sequences start from, a private copy of the initial bank for each.
 
         Args:
-            batch: number of sequences.
+            batch: number of sequences, or the capacity of a pool (`SDMState.at`).
             dtype, device: of the bank; None: those of the layer's parameters. A float32 bank under bfloat16 weights
                 is legal and avoids rounding per decoded token. Under autocast a call without a state keeps its bank in
                 autocast's dtype: name that here for the same numbers.

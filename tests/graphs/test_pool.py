@@ -464,8 +464,8 @@ def test_copies_do_not_wait_for_the_device():
     pool = StatePool(module.init_state(CAPACITY), module.init_state(1))
     entries = torch.tensor([0, -1], device="cuda")
     tokens = [torch.randint(256, (2, n), device="cuda") for n in (1, 6)]
-    for x in tokens:
-        module(x, pool.at(entries))  # compiles kernels
+    for x in tokens * 3:
+        module(x, pool.at(entries))  # compiles kernels and captures the loop over chunks
     torch.cuda.set_sync_debug_mode("error")
     try:
         entry = pool.acquire()
