@@ -180,7 +180,10 @@ class LanguageModel(nn.Module):
             nn.init.normal_(block.mlp.down.weight, std=(2 * self.config.num_layers * self.config.hidden_dim) ** -0.5)
 
     def init_state(self, batch: int) -> LMState:
-        """A new decode state for `batch` sequences, or a pool of so many: initial memories, and zeros before the first token."""
+        """A new decode state for `batch` sequences: the initial memories, and zeros before the first token.
+
+        With `batch` as its capacity it is also what a pool is made from; see `LMState.at`.
+        """
         with torch.inference_mode(False):
             tails = [self._empty_tail(batch) for _ in self._blocks()]
         return LMState([block.sdm.init_state(batch) for block in self._blocks()], tails)
