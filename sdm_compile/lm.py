@@ -76,12 +76,19 @@ class LMState:
     """Decode state of a LanguageModel, a pytree.
 
     Args:
-        memories: one SDMState per block.
+        memories: one SDMState per block, without entries of its own.
         tails: per block [B, conv_width - 1, dim], the last inputs of its convolution.
+        entries: [B] int64, of a state that is a pool (`init_state(capacity)`): what each batch row uses of every block,
+            as in SDMState. The tails have `capacity` rows then; a padding row reads zeros and writes no tail.
     """
 
     memories: list[SDMState]
     tails: list[Tensor]
+    entries: Tensor | None = None
+
+    def at(self, entries: Tensor | None) -> LMState:
+        """The same memories and tails, of which a call advances these entries."""
+        return LMState(self.memories, self.tails, entries)
 
 
 pytree.register_dataclass(LMState, serialized_type_name="sdm_compile.LMState")
@@ -173,7 +180,10 @@ class LanguageModel(nn.Module):
             nn.init.normal_(block.mlp.down.weight, std=(2 * self.config.num_layers * self.config.hidden_dim) ** -0.5)
 
     def init_state(self, batch: int) -> LMState:
-        """A new decode state for `batch` sequences: the initial memories, and zeros before the first token."""
+        """A new decode state for `batch` sequences: the initial memories, and zeros before the first token.
+
+        With `batch` as its capacity it is also what a pool is made from; see `LMState.at`.
+        """
         with torch.inference_mode(False):
             tails = [self._empty_tail(batch) for _ in self._blocks()]
         return LMState([block.sdm.init_state(batch) for block in self._blocks()], tails)
@@ -184,23 +194,32 @@ class LanguageModel(nn.Module):
         Args:
             tokens: [B, T] int64, byte values.
             state: where the sequences stand; None for their beginning. With grad mode on it is left untouched and
-                gradient flows through it; otherwise it is advanced in place.
+                gradient flows through it; otherwise it is advanced in place. With entries, each sequence stands
+                where its entry does, as in `SparseDeltaMemory.forward`.
         Returns:
             logits: [B, T, 256], the parameters' dtype.
             state: a new one, or the same object where it was advanced in place.
         """
         if state is not None:
             self._check_state(state, tokens.shape[0])
+        places = None
+        if state is not None and state.entries is not None:
+            places = _Places(state.entries, capacity=state.tails[0].shape[0])
         x = self.embedding(tokens)
         memories, tails = [], []
         for i, block in enumerate(self._blocks()):
             tail = self._empty_tail(tokens.shape[0]) if state is None else state.tails[i]
-            x, tail, memory = block(x, tail, None if state is None else state.memories[i])
+            memory = None if state is None else state.memories[i].at(state.entries)
+            x, tail, memory = block(x, tail if places is None else places.read(tail), memory)
             memories.append(memory)
             tails.append(tail)
         logits = self.head(self.norm(x))
+        if state is not None and places is not None:
+            tails = [places.write(*pair) for pair in zip(state.tails, tails, strict=True)]
+            memories = [memory.at(None) for memory in memories]
         if state is None or torch.is_grad_enabled():
-            return logits, LMState(memories, [tail.clone() for tail in tails])
+            tails = [tail.clone() for tail in tails]
+            return logits, LMState(memories, tails, None if state is None else state.entries)
         for kept, tail in zip(state.tails, tails, strict=True):
             kept.copy_(tail)
         return logits, state
@@ -214,9 +233,35 @@ class LanguageModel(nn.Module):
             raise ValueError(f"the state is of {len(state.memories)} blocks; the model has {len(self.blocks)}")
         shape = (batch, self.config.conv_width - 1, self.config.dim)
         for block, memory, tail in zip(self._blocks(), state.memories, state.tails, strict=True):
-            block.sdm.check_state(memory, batch)
+            if memory.entries is not None:
+                raise ValueError("a memory of the state has entries of its own; give them to all: state.at(entries)")
+            block.sdm.check_state(memory.at(state.entries), batch)
+            if state.entries is not None:
+                capacity = memory.bank.shape[0] // (block.sdm.config.num_heads * block.sdm.config.slots_per_head)
+                shape = (capacity, *shape[1:])
             if tail.shape != shape:
                 raise ValueError(f"a tail of the state has shape {tuple(tail.shape)}; expected {shape}")
 
     def _empty_tail(self, batch: int) -> Tensor:
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)
+
+
+class _Places:
+    """Where a batch's tails are among those of a pool."""
+
+    def __init__(self, entries: Tensor, capacity: int) -> None:
+        self.row = entries.clamp(0, capacity - 1)
+        self.nowhere = ((entries < 0) | (entries >= capacity))[:, None, None]
+        # An entry keeps its own row of [tails; the batch's tails], or takes the batch row that is its. That every entry
+        # looks for its batch row leaves a padding row, which belongs to no entry, with nowhere to write.
+        own = torch.arange(capacity, device=entries.device)[:, None]
+        batch = torch.arange(entries.shape[0], device=entries.device)
+        self.source = torch.cat([own, (entries == own) * (batch + capacity)], dim=1).amax(1)  # [capacity]
+
+    def read(self, tails: Tensor) -> Tensor:
+        """[capacity, ...] to each batch row's [B, ...]; zeros for padding."""
+        return tails[self.row].masked_fill(self.nowhere, 0)
+
+    def write(self, tails: Tensor, new: Tensor) -> Tensor:
+        """The pool's tails after the batch's: [capacity, ...], fresh memory."""
+        return torch.cat([tails, new])[self.source]
