@@ -1,5 +1,6 @@
-"""Capture and replay. So far: who is asking (`ops.situation`)."""
+"""Capture and replay: a decode step as a graph, and who is asking (`ops.situation`)."""
 
 from ..ops.situation import Situation, current_situation
+from .capture import CaptureError
 
-__all__ = ["Situation", "current_situation"]
+__all__ = ["CaptureError", "Situation", "current_situation"]
