@@ -99,20 +99,24 @@ class SparseDeltaMemory(nn.Module):
 
         Args:
             x: [B, T, dim]. B = 0 and T = 0 are legal (where BatchNorm is: in training it needs two tokens).
-            state: what an earlier call returned, or `init_state(B)`; None: the start of the sequences.
+            state: what an earlier call returned, or `init_state(B)`; None: the start of the sequences. With entries
+                (`init_state(capacity).at(entries)`), where of a pool each sequence stands: a padding row's y is that
+                of a memory of zeros, and no other entry's rows are read or written.
         Returns:
             y: [B, T, dim].
             state: the memory after the last token, in the dtype of the passed state's, else that of `Wv_write(x)`.
         Raises:
-            ValueError: x or the state's bank has the wrong shape.
+            ValueError: x, the state's bank or its entries have the wrong shape, dtype or device.
+            IndexError: an entry at or above the capacity (CPU).
         """
         config = self.config
         if x.dim() != 3 or x.shape[2] != config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {config.dim}")
         if state is not None:
             self.check_state(state, x.shape[0])
-        k_idx, k_val = self._slots(self.Wk_write(x), self.key_bn, config.num_writes, self.write_act)
-        q_idx, q_val = self._slots(self.Wq_read(x), self.query_bn, config.num_reads, self.read_act)
+        first_row = self._first_rows(x, state)
+        k_idx, k_val = self._slots(self.Wk_write(x), first_row, self.key_bn, config.num_writes, self.write_act)
+        q_idx, q_val = self._slots(self.Wq_read(x), first_row, self.query_bn, config.num_reads, self.read_act)
         v = self._to_streams(self.Wv_write(x))
         g, beta = self._gates(x)
         if config.key_weighted_decay:
@@ -130,7 +134,7 @@ class SparseDeltaMemory(nn.Module):
                 snapshot_quant=config.snapshot_quant,
                 grad_bank_fp32=config.grad_bank_fp32,
             )
-            state = SDMState(bank)
+            state = SDMState(bank, state.entries)
         elif tokens == 1:
             readings = sdm_decode_step(state.bank, *inputs)
         else:
@@ -144,13 +148,25 @@ class SparseDeltaMemory(nn.Module):
             merged = merged * self.Wog(x).sigmoid()
         return self.Wo(merged), state
 
-    def _slots(self, scores: Tensor, norm: nn.Module | None, count: int, act: nn.Module) -> tuple[Tensor, Tensor]:
+    def _first_rows(self, x: Tensor, state: SDMState | None) -> Tensor:
+        """The bank row of each stream's first slot: [P, 1, 1]. A padding row's slots all come out below zero."""
+        heads, slots = self.config.num_heads, self.config.slots_per_head
+        if state is None or state.entries is None:
+            streams = torch.arange(x.shape[0] * heads, device=x.device)
+        else:
+            # One past the capacity is beyond the bank, and -1 is padding: what lies further out means the same.
+            entries = state.entries.clamp(-1, state.bank.shape[0] // (heads * slots))
+            streams = (entries[:, None] * heads + torch.arange(heads, device=x.device)).flatten()
+        return (streams * slots)[:, None, None]
+
+    def _slots(
+        self, scores: Tensor, first_row: Tensor, norm: nn.Module | None, count: int, act: nn.Module
+    ) -> tuple[Tensor, Tensor]:
         """Scores [B, T, key_size] to the bank rows and weights of the `count` best slots, each [P, T, count]."""
         if norm is not None:
             scores = norm(scores.flatten(0, 1)).view_as(scores)
         values, slots = product_key_topk(self._to_streams(scores), self.config.factors, count)
-        first_row = torch.arange(slots.shape[0], device=slots.device) * self.config.slots_per_head
-        return slots + first_row[:, None, None], act(values)
+        return slots + first_row, act(values)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The log-decays g and the write strengths beta, [P, T, 1] each, in float32 whatever autocast says."""
@@ -175,12 +191,28 @@ class SparseDeltaMemory(nn.Module):
     def check_state(self, state: SDMState, batch: int) -> None:
         """Raises ValueError where `state` is not one of this layer's for so many sequences."""
         config, bank = self.config, state.bank
+        if state.entries is not None:
+            self._check_pool(bank, state.entries, batch)
+            return
         rows = batch * config.num_heads * config.slots_per_head
         if bank.dim() != 2 or bank.shape[0] != rows or bank.shape[1] != config.head_dim:
             expected = (rows, config.head_dim)
             raise ValueError(
                 f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
             )
+
+    def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
+        rows, dim = self.config.num_heads * self.config.slots_per_head, self.config.head_dim
+        if bank.dim() != 2 or bank.shape[0] == 0 or bank.shape[0] % rows or bank.shape[1] != dim:
+            raise ValueError(
+                f"the state's bank has shape {tuple(bank.shape)}; with entries expected (capacity * {rows}, {dim})"
+            )
+        if entries.dim() != 1 or entries.shape[0] != batch:
+            raise ValueError(f"the state's entries have shape {tuple(entries.shape)}; expected {(batch,)}, the batch")
+        if entries.dtype != torch.int64:
+            raise ValueError(f"the state's entries have dtype {entries.dtype}; expected torch.int64")
+        if entries.device != bank.device:
+            raise ValueError(f"the state's entries are on {entries.device}; expected {bank.device}, where the bank is")
 
     def _exempt_from_weight_decay(self) -> None:
         for parameter in (self.A_log, self.dt_bias, self.memory):

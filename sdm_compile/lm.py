@@ -76,12 +76,19 @@ class LMState:
     """Decode state of a LanguageModel, a pytree.
 
     Args:
-        memories: one SDMState per block.
+        memories: one SDMState per block, without entries of its own.
         tails: per block [B, conv_width - 1, dim], the last inputs of its convolution.
+        entries: [B] int64, of a state that is a pool (`init_state(capacity)`): what each batch row uses of every block,
+            as in SDMState. The tails have `capacity` rows then; a padding row reads zeros and writes no tail.
     """
 
     memories: list[SDMState]
     tails: list[Tensor]
+    entries: Tensor | None = None
+
+    def at(self, entries: Tensor | None) -> LMState:
+        """The same memories and tails, of which a call advances these entries."""
+        return LMState(self.memories, self.tails, entries)
 
 
 pytree.register_dataclass(LMState, serialized_type_name="sdm_compile.LMState")
@@ -184,23 +191,31 @@ class LanguageModel(nn.Module):
         Args:
             tokens: [B, T] int64, byte values.
             state: where the sequences stand; None for their beginning. With grad mode on it is left untouched and
-                gradient flows through it; otherwise it is advanced in place.
+                gradient flows through it; otherwise it is advanced in place. With entries, each sequence stands
+                where its entry does, as in `SparseDeltaMemory.forward`.
         Returns:
             logits: [B, T, 256], the parameters' dtype.
             state: a new one, or the same object where it was advanced in place.
         """
         if state is not None:
             self._check_state(state, tokens.shape[0])
+        entries = None if state is None else state.entries
         x = self.embedding(tokens)
         memories, tails = [], []
         for i, block in enumerate(self._blocks()):
-            tail = self._empty_tail(tokens.shape[0]) if state is None else state.tails[i]
-            x, tail, memory = block(x, tail, None if state is None else state.memories[i])
+            tail, memory = self._empty_tail(tokens.shape[0]), None
+            if state is not None:
+                tail, memory = state.tails[i], state.memories[i].at(entries)
+            x, tail, memory = block(x, tail if entries is None else _tails_at(tail, entries), memory)
             memories.append(memory)
             tails.append(tail)
         logits = self.head(self.norm(x))
+        if state is not None and entries is not None:
+            source = _sources(entries, state.tails[0].shape[0])
+            tails = [torch.cat(pair)[source] for pair in zip(state.tails, tails, strict=True)]
+            memories = [memory.at(None) for memory in memories]
         if state is None or torch.is_grad_enabled():
-            return logits, LMState(memories, [tail.clone() for tail in tails])
+            return logits, LMState(memories, [tail.clone() for tail in tails], entries)
         for kept, tail in zip(state.tails, tails, strict=True):
             kept.copy_(tail)
         return logits, state
@@ -214,9 +229,31 @@ class LanguageModel(nn.Module):
             raise ValueError(f"the state is of {len(state.memories)} blocks; the model has {len(self.blocks)}")
         shape = (batch, self.config.conv_width - 1, self.config.dim)
         for block, memory, tail in zip(self._blocks(), state.memories, state.tails, strict=True):
-            block.sdm.check_state(memory, batch)
+            if memory.entries is not None:
+                raise ValueError("a memory of the state has entries of its own; give them to all: state.at(entries)")
+            block.sdm.check_state(memory.at(state.entries), batch)
+            if state.entries is not None:
+                capacity = memory.bank.shape[0] // (block.sdm.config.num_heads * block.sdm.config.slots_per_head)
+                shape = (capacity, *shape[1:])
             if tail.shape != shape:
                 raise ValueError(f"a tail of the state has shape {tuple(tail.shape)}; expected {shape}")
 
     def _empty_tail(self, batch: int) -> Tensor:
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)
+
+
+def _tails_at(tails: Tensor, entries: Tensor) -> Tensor:
+    """tails [capacity, ...] of each batch row's entry: [B, ...]; zeros where it is none of the pool's."""
+    inside = (entries >= 0) & (entries < tails.shape[0])
+    return torch.where(inside[:, None, None], tails[entries.clamp(0, tails.shape[0] - 1)], 0)
+
+
+def _sources(entries: Tensor, capacity: int) -> Tensor:
+    """For each entry the row of [old tails; new tails of the batch] that it is to hold: [capacity].
+
+    Every entry looks for its batch row, so that a padding row, which belongs to no entry, has nowhere to write.
+    """
+    rows = torch.arange(capacity, device=entries.device)[:, None]
+    batch = torch.arange(entries.shape[0], device=entries.device)
+    claims = torch.where(entries == rows, batch + capacity, -1)  # [capacity, B]
+    return torch.cat([rows, claims], dim=1).amax(1)

@@ -14,26 +14,43 @@ from torch.utils import _pytree as pytree
 class SDMState:
     """What a layer carries from one segment of a sequence to the next. SPEC section 7.
 
-    A pytree of one tensor. `torch.save` and `torch.load` take it as it is, `weights_only=True` included.
+    A pytree of its tensors. `torch.save` and `torch.load` take it as it is, `weights_only=True` included.
+
+    With `entries` the bank is a pool: it has room for `capacity` sequences, of which a call advances those that the
+    entries name, one per batch row. `init_state(capacity)` makes such a bank.
 
     Args:
         bank: [batch * num_heads * slots_per_head, head_dim]; sequence b's head h owns the `slots_per_head` rows from
-            `(b * num_heads + h) * slots_per_head` on.
+            `(b * num_heads + h) * slots_per_head` on. With entries, `capacity` stands in place of `batch`, and
+            `entries[b]` in place of b.
+        entries: [batch] int64, on the bank's device: the pool entry of each batch row. A negative one is padding: its
+            batch row reads zeros and writes nothing. One at or above the capacity raises IndexError on the CPU and is
+            padding on CUDA, where values are not looked at. The same entry in two batch rows is the caller's error,
+            and nothing checks for it. None: the batch rows are the bank's sequences, in order.
     """
 
     bank: Tensor
+    entries: Tensor | None = None
+
+    def at(self, entries: Tensor | None) -> SDMState:
+        """The same bank, of which a call advances these entries. Equivalent code: SDMState(bank, entries)."""
+        return SDMState(self.bank, entries)
 
     def detach(self) -> SDMState:
-        """The same memory, cut off from the autograd graph. Equivalent code: SDMState(bank.detach())."""
-        return SDMState(self.bank.detach())
+        """The same memory, cut off from the autograd graph. Equivalent code: SDMState(bank.detach(), entries)."""
+        return SDMState(self.bank.detach(), self.entries)
 
     def clone(self) -> SDMState:
-        """A copy that later calls on this state leave alone. Equivalent code: SDMState(bank.clone())."""
-        return SDMState(self.bank.clone())
+        """A copy that later calls on this state leave alone: of the bank, and of the entries if there are any."""
+        return SDMState(self.bank.clone(), None if self.entries is None else self.entries.clone())
 
     def to(self, *args: Any, **kwargs: Any) -> SDMState:
-        """The state in another dtype or on another device, shared where nothing changes, like `torch.Tensor.to`."""
-        return SDMState(self.bank.to(*args, **kwargs))
+        """The state in another dtype or on another device, shared where nothing changes, like `torch.Tensor.to`.
+
+        Entries stay int64, and go to the bank's device.
+        """
+        bank = self.bank.to(*args, **kwargs)
+        return SDMState(bank, None if self.entries is None else self.entries.to(bank.device))
 
 
 pytree.register_dataclass(SDMState, serialized_type_name="sdm_compile.SDMState")

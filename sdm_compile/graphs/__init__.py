@@ -1,6 +1,7 @@
-"""Capture and replay: a decode step as a graph, and who is asking (`ops.situation`)."""
+"""Capture and replay: a decode step as a graph, a pool of states for requests, and who is asking (`ops.situation`)."""
 
 from ..ops.situation import Situation, current_situation
 from .capture import CaptureError
+from .pool import StatePool
 
-__all__ = ["CaptureError", "Situation", "current_situation"]
+__all__ = ["CaptureError", "Situation", "StatePool", "current_situation"]
