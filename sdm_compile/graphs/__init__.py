@@ -2,6 +2,7 @@
 
 from ..ops.situation import Situation, current_situation
 from .capture import CaptureError
+from .decode import DecodeGraph
 from .pool import StatePool
 
-__all__ = ["CaptureError", "Situation", "StatePool", "current_situation"]
+__all__ = ["CaptureError", "DecodeGraph", "Situation", "StatePool", "current_situation"]
