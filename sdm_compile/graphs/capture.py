@@ -268,6 +268,11 @@ class Watch:
             and not (self._layouts and self._laid_out_otherwise())
         )
 
+    def put_back(self) -> None:
+        """Undoes what was replaced, but for what changed in a tensor itself."""
+        for container, key, child in zip(self._containers, self._keys, self._children, strict=True):
+            container[key] = child
+
     def _laid_out_otherwise(self) -> bool:
         return (
             list(map(_shape, self.tensors)) != self._shapes or list(map(Tensor.stride, self.tensors)) != self._strides
@@ -300,7 +305,7 @@ class Watch:
     def _all_of(self, name: str, node: Any, form: str) -> bool:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))
         found = any([self._edge(form.format(name, key), node, key, x) for key, x in items])
-        if items and not isinstance(node, tuple):
+        if found and not isinstance(node, tuple):
             self._sized.append(node)
         return found
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class DecodeGraph:
     `functools.partial`). Other Python values that `fn` reads are those of the capture.
 
     Args:
-        fn: `fn(*inputs, state)` does one step, advances the state in place, and returns a pytree. A model or layer of
-            this package fits as it is. On CUDA it must do the same work every time, and not wait for the device.
+        fn: `fn(*inputs, state)` does one step, advances the state by writing into its tensors, and returns a pytree. A
+            model or layer of this package fits as it is. Nothing takes over a new state that is merely returned. On
+            CUDA it must do the same work every time, and not wait for the device.
         state: a pytree of tensors and objects, used where it is. Of an object with a method `at(entries)`, such as an
             SDMState or LMState, `fn` gets `object.at(entries)`, entries [size] int64; an entry of -1 is a row that
             reads zeros and writes nothing. A state with tensors outside such objects allows one batch size only.
@@ -78,9 +80,8 @@ class DecodeGraph:
         self.device = first.device
         self._graphed = self.device.type == "cuda"
         self._examples = [x.detach().clone() for x in example_inputs]
-        parts = pytree.tree_leaves(state, is_leaf=_chooses)
-        self._choosing = any(map(_chooses, parts))
-        self._plain = Watch({"state": [part for part in parts if not _chooses(part)]}, layouts=True).tensors
+        self._choosing = any(map(_chooses, pytree.tree_leaves(state, is_leaf=_chooses)))
+        self._can_pad = not self._plain_tensors()
         self.batch_sizes = self._sizes(batch_sizes, first.shape[0])
         self._size_for = {rows: size for size in reversed(self.batch_sizes) for rows in range(1, size + 1)}
         self._steps: dict[int, _Step] = {}
@@ -131,7 +132,7 @@ class DecodeGraph:
         sizes = (batch,) if wanted is None else tuple(sorted(set(wanted)))
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"batch_sizes are {wanted}; expected at least one int above 0")
-        if self._plain and sizes != (batch,):
+        if not self._can_pad and sizes != (batch,):
             raise ValueError(
                 f"batch_sizes are {wanted}; the state holds tensors outside any object with `at(entries)`, which "
                 f"cannot be padded, so that the only size is that of the example, {batch}"
@@ -152,9 +153,9 @@ class DecodeGraph:
                     f"{list(expected[0]) if batch else '[B, ...]'}, {example.dtype}, on {example.device}"
                 )
         rows = batch[0]
-        if rows not in self._size_for or (self._plain and rows != self.batch_sizes[0]):
+        if rows not in self._size_for or not (self._can_pad or rows in self.batch_sizes):
             sizes = f"captured sizes: {', '.join(map(str, self.batch_sizes))}"
-            why = "; the state's tensors cannot be padded" if self._plain else ""
+            why = "" if self._can_pad else "; the state's tensors cannot be padded"
             raise ValueError(f"the inputs have a batch of {rows}, for which there is no graph ({sizes}{why})")
         if entries is None:
             return rows
@@ -176,6 +177,11 @@ class DecodeGraph:
         state = Watch({"state": self._state, "mutates": self._mutates}, layouts=True)
         return _Watched(state, _reached(self._fn) if self._graphed else {}, self.device.type if self._graphed else None)
 
+    def _plain_tensors(self) -> list[Tensor]:
+        """Those of the state that are in no object with `at(entries)`."""
+        parts = pytree.tree_leaves(self._state, is_leaf=_chooses)
+        return Watch({"state": [part for part in parts if not _chooses(part)]}, layouts=True).tensors
+
     def _build(self) -> None:
         """Makes a step for every size, the largest first, so that the others fit into its memory."""
         watched = self._watch()
@@ -183,17 +189,20 @@ class DecodeGraph:
         self._watched = None
         self._steps.clear()
         pool = torch.cuda.graph_pool_handle() if self._graphed else None
-        with restored([*self._plain, *self._mutates], self.device):
+        with restored([*self._plain_tensors(), *self._mutates], self.device):
             for size in reversed(self.batch_sizes):
                 step = _Step(size, self._examples, self._state, self._choosing)
                 call = functools.partial(self._fn, *step.inputs, step.state)
                 warm_up(call, self.device)
+                if not watched.state.unchanged():
+                    watched.state.put_back()
+                    raise ValueError("fn put another tensor into the state; it must write into the one there: copy_()")
                 if pool is not None:
                     captured = capture(call, self.device, pool)
                     step.graph = captured.graph
                     step.keep(captured.result)
                 self._steps[size] = step
-        self._watched = watched
+        self._watched = self._watch()  # what the first run of `fn` made is part of it
         if self._turn is not None:
             self._turn.end()
 
@@ -339,29 +348,46 @@ def _match(view: Any, own: Any, found: dict[int, Any]) -> None:
         _match(*pair, found)
 
 
-def _reached(fn: Any) -> dict[str, object]:
-    """The modules and tensors that a callable reaches by names of its own."""
-    if isinstance(fn, nn.Module):
-        return {"the module": fn}
-    named: dict[str, object]
-    if isinstance(fn, functools.partial):
-        named = {"func": fn.func, **{f"args[{i}]": x for i, x in enumerate(fn.args)}, **fn.keywords}
-    elif inspect.ismethod(fn):
-        named = {"self": fn.__self__, **vars(fn.__self__)} if hasattr(fn.__self__, "__dict__") else {}
-        named["func"] = fn.__func__
-    elif inspect.isfunction(fn):
-        names = inspect.getclosurevars(fn)
-        tensors = {name: x for name, x in names.globals.items() if isinstance(x, nn.Module | Tensor)}
-        named = {**tensors, **names.nonlocals}
-    else:
-        named = dict(vars(fn)) if hasattr(fn, "__dict__") else {}
+def _reached(fn: object) -> dict[str, object]:
+    """The modules and tensors that a callable reaches by names of its own: attributes, arguments, closure, globals."""
     found: dict[str, object] = {}
-    for name, x in named.items():
-        if isinstance(x, nn.Module | Tensor):
+    seen: set[int] = set()
+    waiting: list[tuple[str, object]] = [("fn", fn)]
+    while waiting:
+        name, x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, nn.Module | Tensor) or _chooses(x):
             found[name] = x
-        elif inspect.isroutine(x) or isinstance(x, functools.partial):
-            found.update(_reached(x))
+        elif isinstance(x, list | tuple):
+            waiting += [(f"{name}[{i}]", part) for i, part in enumerate(x)]
+        elif isinstance(x, dict):
+            waiting += [(f"{name}[{key!r}]", part) for key, part in x.items()]
+        elif isinstance(x, functools.partial):
+            waiting += [(name, x.func), (name, x.args), (name, x.keywords)]
+        elif inspect.ismethod(x):
+            waiting += [(name, x.__func__), (name, x.__self__)]
+            if hasattr(x.__self__, "__dict__"):
+                waiting.append((name, vars(x.__self__)))
+        elif inspect.isfunction(x):
+            waiting += [(name, x.__defaults__), (name, x.__kwdefaults__), *_named_by(x)]
+        elif x is fn and hasattr(x, "__dict__"):
+            waiting += [(name, vars(x)), (name, type(x).__call__)]
     return found
+
+
+def _named_by(function: FunctionType) -> list[tuple[str, object]]:
+    """What stands in a function's closure, and the global modules and tensors that its code names."""
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]  # a new cell is an empty one
+    variables = [(name, function.__globals__[name]) for name in names & function.__globals__.keys()]
+    return closure + [(name, x) for name, x in variables if isinstance(x, nn.Module | Tensor)]
 
 
 def _check_tensors(what: str, values: Sequence[object]) -> None:
