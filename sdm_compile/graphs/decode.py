@@ -284,7 +284,8 @@ class _Step:
 
     def keep(self, result: Any) -> None:
         """Takes what `fn` returned, for `outputs`."""
-        leaves, self._spec = pytree.tree_flatten(result, is_leaf=lambda x: id(x) in self._owned)
+        owned = set(self._owned)  # ids alone: `tree_flatten` leaves a cycle of references behind
+        leaves, self._spec = pytree.tree_flatten(result, is_leaf=lambda x: id(x) in owned)
         self._leaves = [self._owned.get(id(x), x) for x in leaves]
         self._cuts: dict[int, list[Any]] = {self.size: self._leaves}
 
