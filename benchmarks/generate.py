@@ -101,16 +101,23 @@ def generate_rows(
     text = list(islice(generate(model, model, PROMPT, 0.8, 0.95, 0), 50))
     row: dict[str, object] = {"case": "batch 1, sampled by generate()"}
     if text == list(islice(eager_text(model), 50)):
-        eager = text_rate(eager_text(model), steps)
-        yield row | _rates(eager, text_rate(generate(model, model, PROMPT, 0.8, 0.95, 0), steps))
+        forwards = (model, torch.compile(model, fullgraph=True, dynamic=False))
+        rates = [text_rate(generate(model, forward, PROMPT, 0.8, 0.95, 0), steps) for forward in forwards]
+        yield row | _rates(text_rate(eager_text(model), steps), *rates)
     else:
         yield row | {"wrong": True}
     for batch in BATCHES:
         yield _batch_row(model, batch, device, steps)
 
 
-def _rates(eager: float, graph: float) -> dict[str, object]:
-    return {"eager tokens/s": f"{eager:,.0f}", "graph tokens/s": f"{graph:,.0f}", "x eager": f"{graph / eager:.1f}"}
+def _rates(eager: float, graph: float, fused: float) -> dict[str, object]:
+    return {
+        "eager tokens/s": f"{eager:,.0f}",
+        "graph tokens/s": f"{graph:,.0f}",
+        "x eager": f"{graph / eager:.1f}",
+        "graph of the compiled model tokens/s": f"{fused:,.0f}",
+        "compiled x eager": f"{fused / eager:.1f}",
+    }
 
 
 def _batch_row(model: LanguageModel, batch: int, device: str, steps: int) -> dict[str, object]:
@@ -121,6 +128,8 @@ def _batch_row(model: LanguageModel, batch: int, device: str, steps: int) -> dic
     eager = greedy_rate(lambda chosen: model(chosen, state)[0], tokens, steps)
     step = DecodeGraph(model, state, tokens)
     graph = greedy_rate(lambda chosen: step(chosen)[0], tokens, steps)
+    compiled = DecodeGraph(torch.compile(model, fullgraph=True, dynamic=False), state, tokens)
+    fused = greedy_rate(lambda chosen: compiled(chosen)[0], tokens, steps)
     calls = op_inputs(model, batch, device) * 80  # a replay of many, as `benchmarks.run --only decode` times it
 
     def bare() -> int:
@@ -138,4 +147,4 @@ def _batch_row(model: LanguageModel, batch: int, device: str, steps: int) -> dic
         "op x alone": f"{inside / alone:.2f}",
         "the op's replay us": f"{measure.replay_ms(bare) * 1e3 / len(calls):.2f}",
     }
-    return row | _rates(eager, graph) | figures
+    return row | _rates(eager, graph, fused) | figures

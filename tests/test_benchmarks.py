@@ -160,6 +160,7 @@ LM = LMConfig(dim=16, num_layers=2, hidden_dim=16, num_heads=2, slots_per_head=1
 
 
 def test_generation(figures, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(generate, "EQUAL_STEPS", 5)
     text, *batches = generate.generate_rows("cpu", LM, steps=3)
     assert text["case"] == "batch 1, sampled by generate()" and text.keys() <= batches[0].keys()
@@ -173,6 +174,8 @@ def test_generation(figures, monkeypatch) -> None:
 
 
 def test_generation_that_differs_gets_no_time(figures, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+
     class Wrong(DecodeGraph):
         calls = 0
 
