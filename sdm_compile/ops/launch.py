@@ -14,7 +14,9 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -200,6 +202,7 @@ class _Runner(Protocol):
 
 
 _R = TypeVar("_R", bound=_Runner)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -293,7 +296,7 @@ def replay(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
                 size = memory.needs([loop for loops in groups for loop in loops[k::2]])
                 if size:
                     _forget([key for key in _captured if key[1:] == (k, *where)])
-                    memory.become(size, device)
+                    _in_a_thread(stream, partial(memory.become, size, device))
             runners = [_runners(loops, runner) for loops in groups]
         try:
             for loops, runners_of_group in zip(groups, runners, strict=True):
@@ -338,12 +341,28 @@ def _run_overlapped(loops: Sequence[StepLoop], runners: Sequence[_Runner], strea
 
 def _capture(loop: StepLoop, memory: Any, device: torch.device) -> _Captured:
     loop.clear(memory)
-    table = torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device)
+    stream = torch.cuda.current_stream(device)
+    table = _in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
     _write_table(table, loop)
     couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
     steps = _captured_graph(device, lambda: loop.steps(memory, table))
     conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
     return _Captured(memory, table, couple, conclude, steps, torch.cuda.Event())
+
+
+def _in_a_thread(stream: torch.cuda.Stream, allocate: Callable[[], _T]) -> _T:
+    """What `allocate` returns: memory that is kept beyond the call.
+
+    The calling thread may be allocating from a pool whose owner accounts for all that is left in it, as compiled code
+    does before it captures itself: a thread of its own is not.
+    """
+
+    def on_the_stream() -> _T:
+        with torch.cuda.stream(stream):
+            return allocate()
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(on_the_stream).result()
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:
