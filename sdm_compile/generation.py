@@ -1,4 +1,4 @@
-"""Generation of text, one byte at a time through the decode state."""
+"""Generation of text, one byte at a time through the decode state: on CUDA, one replay of a graph per byte."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .graphs import DecodeGraph
 from .lm import LanguageModel
 from .training import Forward
 
@@ -19,13 +20,19 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: only the likeliest tokens that together reach this probability are drawn from.
         generator: of the CPU, so that a seed means the same on every device.
+    Raises:
+        ValueError: the logits are not finite.
     """
     if temperature == 0:
         return int(logits.argmax())
-    probabilities, tokens = (logits.double().cpu() / temperature).softmax(-1).sort(descending=True, stable=True)
-    before = probabilities.cumsum(0) - probabilities
-    probabilities[before >= top_p] = 0
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+    # One copy from the device, and few operations: on a GPU this takes longer than a small model's forward.
+    probabilities, tokens = (logits.cpu().double() / temperature).softmax(-1).sort(descending=True, stable=True)
+    total = probabilities.cumsum(0)
+    last = min(int(torch.searchsorted(total, top_p)), len(total) - 1)  # the first that reaches top_p
+    if not total[last] > 0:
+        raise ValueError("the model's logits are not finite")
+    drawn = total[last] * torch.rand((), dtype=torch.float64, generator=generator)
+    return int(tokens[min(int(torch.searchsorted(total, drawn, right=True)), last)])
 
 
 def generate(
@@ -34,7 +41,8 @@ def generate(
     """The bytes that follow the prompt, one after the other, without end.
 
     Args:
-        model, forward: the model, and the model or its compiled form, through which every byte goes by itself.
+        model, forward: the model, and the model or its compiled form, through which every byte goes by itself, as a
+            `DecodeGraph`. The prompt goes through the model in one call.
         prompt: at least one byte.
         temperature, top_p: see `sample`.
         seed: of the draws.
@@ -57,12 +65,14 @@ def _generate(
     device = model.embedding.weight.device
     state = model.init_state(1)
     if len(prompt) > 1:
-        _, state = model(torch.tensor([list(prompt[:-1])], device=device), state)
-    token = prompt[-1]
+        model(torch.tensor([list(prompt[:-1])], device=device), state)
+    tokens = torch.tensor([[prompt[-1]]], device=device)
+    step = DecodeGraph(forward, state, tokens)
     while True:
-        logits, state = forward(torch.tensor([[token]], device=device), state)
+        logits, _ = step(tokens)
         token = sample(logits[0, -1].float(), temperature, top_p, generator)
         yield token
+        tokens.fill_(token)
 
 
 class TextStream:
@@ -101,15 +111,16 @@ class TextStream:
 def decode_differences(model: LanguageModel, forward: Forward, tokens: Tensor) -> Tensor:
     """Largest difference of log-probabilities between decoding and the full forward, per decoded token: [N - N // 2].
 
-    The first half of tokens [N] is prefilled in one call, the rest decoded one token at a time.
+    The first half of tokens [N] is prefilled in one call, the rest decoded one token at a time, as `generate` does.
     """
     tokens = tokens.long().to(model.embedding.weight.device)[None]
     half = tokens.shape[1] // 2
     full, _ = model(tokens)
     _, state = model(tokens[:, :half], model.init_state(1))
+    step = DecodeGraph(forward, state, tokens[:, half : half + 1])
     parts = []
     for i in range(half, tokens.shape[1]):
-        logits, state = forward(tokens[:, i : i + 1], state)
+        logits, _ = step(tokens[:, i : i + 1])
         parts.append(logits.clone())
     decoded = torch.cat(parts, dim=1)
     return (decoded.float().log_softmax(-1) - full[:, half:].float().log_softmax(-1)).abs().amax(-1)[0]

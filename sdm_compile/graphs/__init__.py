@@ -2,7 +2,8 @@
 
 from ..ops.situation import Situation, current_situation
 from .capture import CaptureError
+from .decode import DecodeGraph
 from .pool import StatePool
 from .train import TrainGraph
 
-__all__ = ["CaptureError", "Situation", "StatePool", "TrainGraph", "current_situation"]
+__all__ = ["CaptureError", "DecodeGraph", "Situation", "StatePool", "TrainGraph", "current_situation"]

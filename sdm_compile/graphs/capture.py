@@ -64,10 +64,9 @@ def restored(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
 
 
 def warm_up(call: Callable[[], object], device: torch.device, times: int = WARM_UPS) -> None:
-    """Runs a callable, on a CUDA device beside the current stream, on the stream that captures."""
+    """Runs a callable so often on the stream that captures; without a CUDA device once, to see that it can run."""
     if device.type != "cuda":
-        for _ in range(times):
-            call()
+        call()
         return
     with _capture_stream(device):
         for _ in range(times):
@@ -222,8 +221,9 @@ _dtype, _shape, _training = attrgetter("dtype"), attrgetter("shape"), attrgetter
 class Watch:
     """Whether tensors are where they were, of modules and of nests of dicts, lists, tuples and objects.
 
-    Of a module: its parameters, buffers and submodules, its other attributes that are tensors or have an `at` method,
-    and `training`. Of any other object: the attributes in which there are tensors.
+    Of a module: its parameters, buffers and submodules (not what is added to a module that had none), its other
+    attributes that are tensors or have an `at` method, and `training`. Of any other object: the attributes in which
+    there are tensors.
 
     Args:
         roots: the objects, by name.
@@ -268,6 +268,11 @@ class Watch:
             and not (self._layouts and self._laid_out_otherwise())
         )
 
+    def put_back(self) -> None:
+        """Undoes what was replaced, but for what changed in a tensor itself."""
+        for container, key, child in zip(self._containers, self._keys, self._children, strict=True):
+            container[key] = child
+
     def _laid_out_otherwise(self) -> bool:
         return (
             list(map(_shape, self.tensors)) != self._shapes or list(map(Tensor.stride, self.tensors)) != self._strides
@@ -300,7 +305,7 @@ class Watch:
     def _all_of(self, name: str, node: Any, form: str) -> bool:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))
         found = any([self._edge(form.format(name, key), node, key, x) for key, x in items])
-        if not isinstance(node, tuple):
+        if found and not isinstance(node, tuple):
             self._sized.append(node)
         return found
 
