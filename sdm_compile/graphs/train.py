@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,8 @@ class TrainGraph:
 
     def _eager(self, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
         moved = [x.detach().to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves]
-        loss, self._norm = self._run(pytree.tree_unflatten(moved, structure))
+        with _uncached_autocast() if self._captures else nullcontext():
+            loss, self._norm = self._run(pytree.tree_unflatten(moved, structure))
         return loss.clone()
 
     def _replay(self, captured: _Shape, leaves: list[Any]) -> Tensor:
@@ -308,6 +309,17 @@ def _check_loss(loss: Any) -> None:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             got = "one that requires no gradient"
         raise ValueError(f"loss_fn must return a tensor of one element that requires a gradient, got {got}")
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """As in a capture: what is compiled now must not be compiled again there, for another setting."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _drop_gradients(parameters: list[Tensor]) -> None:
