@@ -158,13 +158,17 @@ class TrainGraph:
                 captured = self._shapes[shape] = self._capture(leaves, structure)
             return self._replay(captured, leaves)
         loss = self._eager(leaves, structure)
-        self._fingerprint = fingerprint(self.model, self.optimizer)
+        now = fingerprint(self.model, self.optimizer)
+        if now != self._fingerprint:  # by this step: graphs of other shapes are of what was before
+            self.reset()
+            self._fingerprint = now
         if len(self._shapes) < self.max_graphs:
             self._shapes[shape] = None
         else:
             self._warn(
                 f"batches of more than max_graphs={self.max_graphs} shapes: steps of the others run eagerly, which is "
-                "slower; pad the batches, or raise max_graphs"
+                "slower; pad the batches, or raise max_graphs",
+                stacklevel=4,
             )
         return loss
 
@@ -281,17 +285,19 @@ class TrainGraph:
         self.reset()
         self._changes += 1
         if self._changes == RESTLESS:
-            self._warn(f"every step runs eagerly, as before each of the last {RESTLESS} something changed: {changed}")
+            message = f"every step runs eagerly, as before each of the last {RESTLESS} something changed: {changed}"
+            self._warn(message, stacklevel=5)
 
     def _changed(self) -> str | None:
         """What changed since the latest eager step, in words."""
         now = fingerprint(self.model, self.optimizer)
         return difference(self._fingerprint, now, self.model, self.optimizer)
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, stacklevel: int) -> None:
+        """Once; `stacklevel` is that of the caller of `step`."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=stacklevel)
 
 
 def _check_capturable(optimizer: torch.optim.Optimizer) -> None:

@@ -468,8 +468,44 @@ def test_a_failed_capture_leaves_everything_usable(way: Way) -> None:
     fails = False
     for batch in batches[1:]:
         pair.step(batch)
+    long = way.batches(3, tokens=17)
+    pair.step(long[0])
+    fails = True
+    with pytest.raises(CaptureError, match="item"):  # beside a graph, in the same pool
+        pair.graph.step(long[1])
+    fails = False
     assert pair.graph.captured == 1
+    pair.step(batches[0])
+    for batch in (long[2], batches[1], long[1]):
+        pair.step(batch)
+    assert pair.graph.captured == 2
     pair.check()
+
+
+def test_an_eager_step_may_make_other_graphs_stale(way: Way) -> None:
+    """The first batch of another shape replaces a buffer: the graph that there was had the one before."""
+
+    class Growing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and x.shape[1] != 10 and not self.grown:
+                self.norm.running_var = self.norm.running_var * 0.5
+                self.grown = True
+            return super().forward(x) * self.norm.running_var.mean()
+
+        grown = False
+
+    models = [Growing().to(way.device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    way.models += models
+    optimizers = [way.optimizer(model) for model in models]
+    graph = TrainGraph(models[0], loss_fn, optimizers[0])
+    long = way.batches(2, tokens=17)
+    for i, batch in enumerate([*way.batches(3), *long, *way.batches(3)]):
+        torch.manual_seed(i)
+        loss = graph.step(batch)
+        torch.manual_seed(i)
+        assert_same_bits([loss], plain_step(models[1], optimizers[1], batch))
+    assert graph.captured == 2 * way.captures
 
 
 def test_a_failed_step_leaves_no_gradients(way: Way) -> None:
