@@ -58,6 +58,19 @@ def replay_ms(call: Callable[[], object]) -> float:
     return milliseconds(graph.replay)
 
 
+def kernel_us(call: Callable[[], object], name: str, calls: int = 20) -> float:
+    """Mean device time of the kernels in whose name `name` stands, over some calls; not a number where none ran."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.key_averages() if name in event.key]
+    launches = sum(event.count for event in kernels)
+    return sum(event.self_device_time_total for event in kernels) / launches if launches else math.nan
+
+
 def peak_gib(call: Callable[[], object]) -> tuple[float, float]:
     """GiB allocated at most during a call that finds no captured loop to use, and before it."""
     free_captured_loops()

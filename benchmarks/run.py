@@ -41,6 +41,7 @@ from .cases import (
     few_tokens,
     write_read_inputs,
 )
+from .generate import generate_rows
 from .measure import (
     TOLERANCE,
     captured,
@@ -245,6 +246,7 @@ def main() -> int:
             mode_rows(replace(WRITE_READ[0], tokens=131072), ("none", "fp8", "recompute")),
         ),
         "decode": ("Decode step", map(decode_row, DECODE)),
+        "generate": ("Generation with the main job's model, untrained, float32", generate_rows()),
         "topk": ("Product-key top-k, two factors of 256, bfloat16", itertools.starmap(top_k_row, TOP_K)),
         "cold": ("Cold start: flagship-32k's first call in a new process, 4096 tokens", cold_start_rows()),
     }

@@ -67,7 +67,7 @@ def _generate(
     if len(prompt) > 1:
         model(torch.tensor([list(prompt[:-1])], device=device), state)
     tokens = torch.tensor([[prompt[-1]]], device=device)
-    step = DecodeGraph(forward, state, tokens)
+    step = DecodeGraph(forward, state, tokens, pooled=False)
     while True:
         logits, _ = step(tokens)
         token = sample(logits[0, -1].float(), temperature, top_p, generator)
@@ -117,7 +117,7 @@ def decode_differences(model: LanguageModel, forward: Forward, tokens: Tensor) -
     half = tokens.shape[1] // 2
     full, _ = model(tokens)
     _, state = model(tokens[:, :half], model.init_state(1))
-    step = DecodeGraph(forward, state, tokens[:, half : half + 1])
+    step = DecodeGraph(forward, state, tokens[:, half : half + 1], pooled=False)
     parts = []
     for i in range(half, tokens.shape[1]):
         logits, _ = step(tokens[:, i : i + 1])

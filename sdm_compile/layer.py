@@ -76,7 +76,7 @@ class SparseDeltaMemory(nn.Module):
         """The memory that `batch` sequences start from, a private copy of the initial bank for each.
 
         Args:
-            batch: number of sequences.
+            batch: number of sequences, or the capacity of a pool (`SDMState.at`).
             dtype, device: of the bank; None: those of the layer's parameters. A float32 bank under bfloat16 weights
                 is legal and avoids rounding per decoded token. Under autocast a call without a state keeps its bank in
                 autocast's dtype: name that here for the same numbers.
@@ -152,12 +152,13 @@ class SparseDeltaMemory(nn.Module):
         """The bank row of each stream's first slot: [P, 1, 1]. A padding row's slots all come out below zero."""
         heads, slots = self.config.num_heads, self.config.slots_per_head
         if state is None or state.entries is None:
-            streams = torch.arange(x.shape[0] * heads, device=x.device)
+            first_row = torch.arange(x.shape[0] * heads, device=x.device) * slots
         else:
             # One past the capacity is beyond the bank, and -1 is padding: what lies further out means the same.
             entries = state.entries.clamp(-1, state.bank.shape[0] // (heads * slots))
-            streams = (entries[:, None] * heads + torch.arange(heads, device=x.device)).flatten()
-        return (streams * slots)[:, None, None]
+            of_head = torch.arange(0, heads * slots, slots, device=x.device)
+            first_row = torch.add(of_head, entries[:, None], alpha=heads * slots).flatten()
+        return first_row[:, None, None]
 
     def _slots(
         self, scores: Tensor, first_row: Tensor, norm: nn.Module | None, count: int, act: nn.Module
@@ -246,7 +247,7 @@ class ScaledSoftmax(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.scale * x).softmax(-1)
+        return (x if self.scale == 1 else self.scale * x).softmax(-1)  # a kernel less
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}"

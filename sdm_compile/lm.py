@@ -180,7 +180,10 @@ class LanguageModel(nn.Module):
             nn.init.normal_(block.mlp.down.weight, std=(2 * self.config.num_layers * self.config.hidden_dim) ** -0.5)
 
     def init_state(self, batch: int) -> LMState:
-        """A new decode state for `batch` sequences: the initial memories, and zeros before the first token."""
+        """A new decode state for `batch` sequences: the initial memories, and zeros before the first token.
+
+        With `batch` as its capacity it is also what a pool is made from; see `LMState.at`.
+        """
         with torch.inference_mode(False):
             tails = [self._empty_tail(batch) for _ in self._blocks()]
         return LMState([block.sdm.init_state(batch) for block in self._blocks()], tails)
@@ -199,23 +202,24 @@ class LanguageModel(nn.Module):
         """
         if state is not None:
             self._check_state(state, tokens.shape[0])
-        entries = None if state is None else state.entries
+        places = None
+        if state is not None and state.entries is not None:
+            places = _Places(state.entries, capacity=state.tails[0].shape[0])
         x = self.embedding(tokens)
         memories, tails = [], []
         for i, block in enumerate(self._blocks()):
-            tail, memory = self._empty_tail(tokens.shape[0]), None
-            if state is not None:
-                tail, memory = state.tails[i], state.memories[i].at(entries)
-            x, tail, memory = block(x, tail if entries is None else _tails_at(tail, entries), memory)
+            tail = self._empty_tail(tokens.shape[0]) if state is None else state.tails[i]
+            memory = None if state is None else state.memories[i].at(state.entries)
+            x, tail, memory = block(x, tail if places is None else places.read(tail), memory)
             memories.append(memory)
             tails.append(tail)
         logits = self.head(self.norm(x))
-        if state is not None and entries is not None:
-            source = _sources(entries, state.tails[0].shape[0])
-            tails = [torch.cat(pair)[source] for pair in zip(state.tails, tails, strict=True)]
+        if state is not None and places is not None:
+            tails = [places.write(*pair) for pair in zip(state.tails, tails, strict=True)]
             memories = [memory.at(None) for memory in memories]
         if state is None or torch.is_grad_enabled():
-            return logits, LMState(memories, [tail.clone() for tail in tails], entries)
+            tails = [tail.clone() for tail in tails]
+            return logits, LMState(memories, tails, None if state is None else state.entries)
         for kept, tail in zip(state.tails, tails, strict=True):
             kept.copy_(tail)
         return logits, state
@@ -242,18 +246,22 @@ class LanguageModel(nn.Module):
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)
 
 
-def _tails_at(tails: Tensor, entries: Tensor) -> Tensor:
-    """tails [capacity, ...] of each batch row's entry: [B, ...]; zeros where it is none of the pool's."""
-    inside = (entries >= 0) & (entries < tails.shape[0])
-    return torch.where(inside[:, None, None], tails[entries.clamp(0, tails.shape[0] - 1)], 0)
+class _Places:
+    """Where a batch's tails are among those of a pool."""
 
+    def __init__(self, entries: Tensor, capacity: int) -> None:
+        self.row = entries.clamp(0, capacity - 1)
+        self.nowhere = ((entries < 0) | (entries >= capacity))[:, None, None]
+        # An entry keeps its own row of [tails; the batch's tails], or takes the batch row that is its. That every entry
+        # looks for its batch row leaves a padding row, which belongs to no entry, with nowhere to write.
+        own = torch.arange(capacity, device=entries.device)[:, None]
+        batch = torch.arange(entries.shape[0], device=entries.device)
+        self.source = torch.cat([own, (entries == own) * (batch + capacity)], dim=1).amax(1)  # [capacity]
 
-def _sources(entries: Tensor, capacity: int) -> Tensor:
-    """For each entry the row of [old tails; new tails of the batch] that it is to hold: [capacity].
+    def read(self, tails: Tensor) -> Tensor:
+        """[capacity, ...] to each batch row's [B, ...]; zeros for padding."""
+        return tails[self.row].masked_fill(self.nowhere, 0)
 
-    Every entry looks for its batch row, so that a padding row, which belongs to no entry, has nowhere to write.
-    """
-    rows = torch.arange(capacity, device=entries.device)[:, None]
-    batch = torch.arange(entries.shape[0], device=entries.device)
-    claims = torch.where(entries == rows, batch + capacity, -1)  # [capacity, B]
-    return torch.cat([rows, claims], dim=1).amax(1)
+    def write(self, tails: Tensor, new: Tensor) -> Tensor:
+        """The pool's tails after the batch's: [capacity, ...], fresh memory."""
+        return torch.cat([tails, new])[self.source]

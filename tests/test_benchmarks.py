@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import measure, plot, run, train
+from benchmarks import generate, measure, plot, run, train
 from benchmarks.cases import DECODE, RESULTS, TRAIN, WRITE_READ, decode_inputs, few_tokens, write_read_inputs
 from sdm_compile import repeated_write_slots, sdm_decode_step, sdm_write_read
+from sdm_compile.graphs import DecodeGraph
+from sdm_compile.lm import LMConfig
 
 SMALL = replace(WRITE_READ[0], batch=2, tokens=11, slots_per_head=144, head_dim=8, writes=7, reads=5, chunk=4)
 MODES = ("none", "fp8", "int4", "recompute")
@@ -31,6 +33,7 @@ def figures(monkeypatch):
     monkeypatch.setattr(measure, "host_milliseconds", taking(0.5))
     monkeypatch.setattr(measure, "replay_ms", taking(1.0))
     monkeypatch.setattr(measure, "peak_gib", taking((3.0, 1.0)))
+    monkeypatch.setattr(measure, "kernel_us", lambda call, name: (call() and 4.0) or 5.0)
     monkeypatch.setattr(measure, "captured", lambda call: (SimpleNamespace(replay=lambda: None), call()))
 
 
@@ -151,6 +154,42 @@ def test_a_mode_with_wrong_gradients_gets_no_time(mode, name, figures, monkeypat
 def test_modes_of_a_wrong_call_get_no_time(figures, monkeypatch) -> None:
     spoil(monkeypatch, "v")
     assert list(train.mode_rows(SMALL, MODES, "cpu")) == [{"snapshot_quant": "none", "wrong": True}]
+
+
+LM = LMConfig(dim=16, num_layers=2, hidden_dim=16, num_heads=2, slots_per_head=16, num_writes=2, num_reads=3)
+
+
+def test_generation(figures, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(generate, "EQUAL_STEPS", 5)
+    text, *batches = generate.generate_rows("cpu", LM, steps=3)
+    assert text["case"] == "batch 1, sampled by generate()" and text.keys() <= batches[0].keys()
+    assert [row["case"] for row in batches] == ["batch 1, greedy", "batch 8, greedy", "batch 32, greedy"]
+    for row in (text, *batches):
+        rates = [float(str(row[name]).replace(",", "")) for name in ("eager tokens/s", "graph tokens/s")]
+        assert "wrong" not in row and min(rates) > 0 and abs(float(str(row["x eager"])) - rates[1] / rates[0]) < 0.1
+    for row in batches:
+        names = ("step us", "host us", "decode op us per layer", "the op alone us", "op x alone", "the op's replay us")
+        assert [row[name] for name in names] == ["2000.0", "500.0", "4.00", "5.00", "0.80", f"{1000 / 160:.2f}"]
+
+
+def test_generation_that_differs_gets_no_time(figures, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+
+    class Wrong(DecodeGraph):
+        calls = 0
+
+        def __call__(self, *inputs, entries=None):
+            logits, state = super().__call__(*inputs, entries=entries)
+            Wrong.calls += 1
+            return (logits + 1e-6 if Wrong.calls % 40 == 39 else logits), state
+
+    monkeypatch.setattr(generate, "DecodeGraph", Wrong)
+    monkeypatch.setattr(generate, "EQUAL_STEPS", 40)
+    text, *batches = generate.generate_rows("cpu", LM, steps=3)
+    assert "wrong" not in text and all(row["wrong"] and "x eager" not in row for row in batches)
+    monkeypatch.setattr(generate, "eager_text", lambda model: iter(range(50)))
+    assert next(generate.generate_rows("cpu", LM, steps=3))["wrong"]
 
 
 def test_a_run_of_training(figures, monkeypatch, tmp_path, capsys) -> None:

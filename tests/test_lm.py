@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from sdm_compile import SDMState
 from sdm_compile.generation import TextStream, decode_differences, generate, sample
 from sdm_compile.lm import CausalConv, LanguageModel, LMConfig, LMState
 from sdm_compile.machine import pick_device
@@ -166,7 +168,7 @@ def test_compiled_whole(model: LanguageModel, tokens: torch.Tensor) -> None:
 
 
 def test_compiled_decode_loop_never_recompiles(model: LanguageModel) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
     generated = generate(model, compiled, b"ab", temperature=1, top_p=1, seed=0)
     next(generated)
@@ -174,6 +176,138 @@ def test_compiled_decode_loop_never_recompiles(model: LanguageModel) -> None:
     for _ in range(20):
         next(generated)
     assert counter.frame_count == 1
+
+
+# States with entries
+
+
+def rows_of(state: LMState, entries: list[int]) -> LMState:
+    """What those entries hold, as a state without entries, inside the autograd graph."""
+
+    def rows(leaf: torch.Tensor, per_entry: int) -> torch.Tensor:
+        return leaf.unflatten(0, (-1, per_entry))[entries].flatten(0, 1)
+
+    memories = [SDMState(rows(memory.bank, 2 * 16)) for memory in state.memories]
+    return LMState(memories, [rows(tail, 1) for tail in state.tails])
+
+
+def random_pool(model: LanguageModel, capacity: int) -> LMState:
+    return pytree.tree_map(lambda leaf: torch.randn_like(leaf).requires_grad_(), model.init_state(capacity))
+
+
+def assert_equal_states(a: LMState, b: LMState, tolerance: float = 0) -> None:
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7])
+@pytest.mark.parametrize("grad", [True, False])
+def test_entries_choose_what_a_call_advances(model: LanguageModel, length: int, grad: bool) -> None:
+    tokens = torch.randint(256, (3, length))
+    pool = random_pool(model, 5)
+    start = pytree.tree_map(lambda leaf: leaf.detach().clone(), pool)
+    expected_logits, expected = model(tokens[[0, 2]], rows_of(pool, [4, 1]))
+    state = pool.at(torch.tensor([4, -1, 1]))
+    with torch.set_grad_enabled(grad):
+        logits, after = model(tokens, state)
+    assert (after is state) == (not grad) and after.entries is state.entries
+    torch.testing.assert_close(logits[[0, 2]], expected_logits)
+    assert_equal_states(rows_of(after, [4, 1]), expected, 1e-12)
+    assert_equal_states(rows_of(after, [0, 2, 3]), rows_of(start, [0, 2, 3]))
+    if grad:
+        assert_equal_states(pool, start)
+
+
+def test_padding_leaves_the_pool_alone_whatever_it_holds(model: LanguageModel, tokens: torch.Tensor) -> None:
+    pool = pytree.tree_map(lambda leaf: torch.full_like(leaf, math.nan), model.init_state(3))
+    with torch.no_grad():
+        for segment in tokens.split([1, 4, 1, 7], dim=1):
+            logits, _ = model(segment, pool.at(torch.tensor([-1, -5])))
+            assert logits.isfinite().all()
+    assert all(leaf.isnan().all() for leaf in pytree.tree_leaves(pool))
+
+
+@pytest.mark.parametrize("cuts", [(4,), (1, 1, 2)])
+def test_gradients_through_a_pool(model: LanguageModel, cuts: tuple[int, ...]) -> None:
+    tokens = torch.randint(256, (3, 4))
+    pool = random_pool(model, 4)
+    leaves = [*pytree.tree_leaves(pool), *model.parameters()]
+    weights = torch.randn(2, 4, 256, dtype=torch.float64)
+
+    def loss(state: LMState, rows: list[int], chosen: list[int]) -> torch.Tensor:
+        """Of the two sequences that are no padding, and of what they leave."""
+        outs = []
+        for segment in tokens[rows].split(cuts, dim=1):
+            logits, state = model(segment, state)
+            outs.append(logits[[row for row, entry in enumerate(chosen) if entry >= 0]])
+        left = rows_of(state, [3, 0]) if state.entries is not None else state
+        return (torch.cat(outs, 1) * weights).sum() + sum(leaf.square().sum() for leaf in pytree.tree_leaves(left))
+
+    losses = [
+        loss(pool.at(torch.tensor([3, -1, 0])), [0, 1, 2], [3, -1, 0]),
+        loss(rows_of(pool, [3, 0]), [0, 2], [0, 1]),
+    ]
+    actual, expected = (torch.autograd.grad(one, leaves, allow_unused=True) for one in losses)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_sequences_on_a_pool(model: LanguageModel) -> None:
+    pool = random_pool(model, 3)
+    start = pytree.tree_map(lambda leaf: leaf.detach().clone(), pool)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            logits, after = model(torch.zeros(0, 5, dtype=torch.int64), pool.at(torch.zeros(0, dtype=torch.int64)))
+        assert logits.shape == (0, 5, 256)
+        assert_equal_states(after.at(None), start)
+
+
+def test_wrong_entries_are_refused_before_anything_is_written(model: LanguageModel, tokens: torch.Tensor) -> None:
+    pool, more = model.init_state(3), model.init_state(4)
+    start = pytree.tree_map(lambda leaf: leaf.detach().clone(), pool)
+    entries = torch.tensor([2, 0])
+    wrong = [
+        (pool.at(entries[:1]), ValueError, r"entries have shape \(1,\)"),
+        (pool.at(entries.int()), ValueError, "entries have dtype torch.int32"),
+        (pool.at(entries + 1), IndexError, "but memory has 96 rows"),
+        (LMState([m.at(entries) for m in pool.memories], pool.tails), ValueError, "give them to all: state.at"),
+        (LMState(pool.memories, [pool.tails[0], more.tails[1]], entries), ValueError, r"expected \(3, 2, 12\)"),
+        (LMState([pool.memories[0], more.memories[1]], pool.tails, entries), ValueError, r"expected \(4, 2, 12\)"),
+    ]
+    for state, error, message in wrong:
+        for length in (1, 5):
+            with torch.no_grad(), pytest.raises(error, match=message):
+                model(tokens[:, :length], state)
+    assert_equal_states(pool, start)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_other_entries_are_the_same_graph(model: LanguageModel, grad: bool) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
+    with torch.set_grad_enabled(grad):
+        pools = [pytree.tree_map(torch.detach, model.init_state(4)) for _ in range(2)]
+        for entries in ([3, -1, 0], [1, 0, 3], [-1, -1, -1], [0, 1, 2]):
+            tokens = torch.randint(256, (3, 1))
+            results = []
+            for i, forward in enumerate((model, compiled)):
+                logits, after = forward(tokens, pools[i].at(torch.tensor(entries)))
+                assert after.entries is not None and after.entries.tolist() == entries
+                pools[i] = pytree.tree_map(torch.detach, after.at(None))
+                results.append([logits, *pytree.tree_leaves(after)])
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_old_files_have_no_entries(model: LanguageModel, tmp_path: Path) -> None:
+    state = pytree.tree_map(torch.detach, model.init_state(1))
+    for part in (state, *state.memories):
+        del part.__dict__["entries"]
+    torch.save(state, tmp_path / "old")
+    torch.save(model.init_state(2).at(torch.tensor([1])), tmp_path / "new")
+    assert torch.load(tmp_path / "old", weights_only=True).entries is None
+    assert torch.load(tmp_path / "new", weights_only=True).entries.tolist() == [1]
 
 
 # The text

@@ -46,6 +46,8 @@ class DecodeGraph:
         example_inputs: tensors [B, ...].
         batch_sizes: which sizes to capture; None: B alone. All of them share one memory pool.
         mutates: tensors that the step changes besides the state, such as buffers of a module.
+        pooled: False gives `fn` the state as it is, without entries: one batch size, and a few kernels less per step;
+            construction then copies the state and restores it, where otherwise nothing is written.
     Attributes:
         batch_sizes: the sizes, ascending.
         device: where it runs.
@@ -63,6 +65,7 @@ class DecodeGraph:
         *example_inputs: Tensor,
         batch_sizes: Sequence[int] | None = None,
         mutates: Iterable[Tensor] = (),
+        pooled: bool = True,
     ) -> None:
         self._fn, self._state, self._mutates = fn, state, list(mutates)
         self._lock = threading.Lock()
@@ -80,7 +83,7 @@ class DecodeGraph:
         self.device = first.device
         self._graphed = self.device.type == "cuda"
         self._examples = [x.detach().clone() for x in example_inputs]
-        self._choosing = any(map(_chooses, pytree.tree_leaves(state, is_leaf=_chooses)))
+        self._choosing = pooled and any(map(_chooses, pytree.tree_leaves(state, is_leaf=_chooses)))
         self._can_pad = not self._plain_tensors()
         self.batch_sizes = self._sizes(batch_sizes, first.shape[0])
         self._size_for = {rows: size for size in reversed(self.batch_sizes) for rows in range(1, size + 1)}
@@ -134,8 +137,8 @@ class DecodeGraph:
             raise ValueError(f"batch_sizes are {wanted}; expected at least one int above 0")
         if not self._can_pad and sizes != (batch,):
             raise ValueError(
-                f"batch_sizes are {wanted}; the state holds tensors outside any object with `at(entries)`, which "
-                f"cannot be padded, so that the only size is that of the example, {batch}"
+                f"batch_sizes are {wanted}; the state holds tensors that get no entries (outside of any object with "
+                f"`at(entries)`, or not pooled) and cannot be padded: the only size is that of the example, {batch}"
             )
         return sizes
 
@@ -160,7 +163,7 @@ class DecodeGraph:
         if entries is None:
             return rows
         if not self._choosing:
-            raise ValueError("entries were given, but nothing in the state has a method `at(entries)`")
+            raise ValueError("entries were given, but nothing in the state has a method `at(entries)`, or not pooled")
         _check_tensors("entries", [entries])
         if (entries.shape, entries.dtype, entries.device) != ((rows,), torch.int64, self.device):
             raise ValueError(
@@ -178,9 +181,10 @@ class DecodeGraph:
         return _Watched(state, _reached(self._fn) if self._graphed else {}, self.device.type if self._graphed else None)
 
     def _plain_tensors(self) -> list[Tensor]:
-        """Those of the state that are in no object with `at(entries)`."""
+        """Those of the state that are in no object which gets entries."""
         parts = pytree.tree_leaves(self._state, is_leaf=_chooses)
-        return Watch({"state": [part for part in parts if not _chooses(part)]}, layouts=True).tensors
+        plain = [part for part in parts if not (self._choosing and _chooses(part))]
+        return Watch({"state": plain}, layouts=True).tensors
 
     def _build(self) -> None:
         """Makes a step for every size, the largest first, so that the others fit into its memory."""

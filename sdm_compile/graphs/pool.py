@@ -2,7 +2,7 @@
 
 pool = StatePool(model.init_state(32), model.init_state(1))
 entry = pool.acquire()                        rows of the entry = rows of the initial state
-model(tokens, pool.at([entry]))               advances that entry alone, in place
+model(tokens, pool.at([entry]))               with grad mode off: advances that entry alone, in place
 other = pool.fork(entry)                      a second request goes on from the same prefix
 pool.release(entry)
 

@@ -175,3 +175,52 @@ def test_under_a_default_device(mode):
         y, after = compiled(layer)[0](x)
         expected, expected_after = layer(x)
     assert_same([y.detach(), after.bank.detach()], [expected.detach(), expected_after.bank.detach()], 1e-6)
+
+
+def pool_of(layer, capacity, entries, mode):
+    state = start(layer, capacity, mode)
+    return state.at(torch.tensor(entries))
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_entries_are_the_same_graph(mode, tokens):
+    layer = make_layer(normalize_readings=True, output_gate=True)
+    function, counter = compiled(layer)
+    with MODES[mode]():
+        pools = [start(layer, 5, mode), start(layer, 5, mode)]
+        for entries in ([4, 0, -1], [1, 4, 2], [-1, -1, -1], [0, 1, 2]):
+            x = torch.randn(3, tokens, 12, requires_grad=mode == "train")
+            states = [pool.at(torch.tensor(entries)) for pool in pools]
+            after, actual = run(function, layer, x, states[0])
+            _, expected = run(layer, layer, x, states[1])
+            assert_same(actual, expected, 1e-6)
+            assert (after is states[0]) == (mode != "train") and after.entries.tolist() == entries
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pools_and_batches_of_many_sizes_are_few_graphs(mode):
+    layer = make_layer()
+    function, counter = compiled(layer)
+    with MODES[mode]():
+        for capacity, entries in ((5, [4, 0, -1]), (7, [6, 2]), (4, [3, -1, 0, 1]), (9, [8, 7, 6, 5, 0])):
+            x = torch.randn(len(entries), 6, 12, requires_grad=mode == "train")
+            _, actual = run(function, layer, x, pool_of(layer, capacity, entries, mode))
+            _, expected = run(layer, layer, x, pool_of(layer, capacity, entries, mode))
+            assert_same(actual, expected, 1e-6)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.skipif(why_not_compile() is not None, reason=str(why_not_compile()))
+def test_inductor_takes_entries():
+    layer = make_layer(output_gate=True)
+    function, _ = compiled(layer, "inductor")
+    with torch.no_grad():
+        pools = [layer.init_state(4), layer.init_state(4)]
+        for entries, tokens in (([3, -1], 9), ([3, 0], 1), ([-1, 3], 1)):
+            x = torch.randn(2, tokens, 12)
+            (y, _), (expected, _) = (
+                f(x, pool.at(torch.tensor(entries))) for f, pool in zip((function, layer), pools, strict=True)
+            )
+            assert_same([y, pools[0].bank], [expected, pools[1].bank], 1e-5)

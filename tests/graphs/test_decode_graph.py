@@ -74,15 +74,18 @@ def tensors_of(state: Any) -> list[Tensor]:
 # Values
 
 
+@pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_steps_of_a_model(device: str) -> None:
+def test_many_steps_of_a_model(pooled: bool, device: str) -> None:
     """Bit by bit what the model gives without a graph, and so is the state."""
     model = make_model(device)
     state, plain = model.init_state(2), model.init_state(2)
     with torch.no_grad():
         prompt = torch.randint(256, (2, 9), device=device)
         model(prompt, state), model(prompt, plain)
-    step = DecodeGraph(model, state, random_tokens(2, device))
+    before = tensors_of(state)
+    step = DecodeGraph(model, state, random_tokens(2, device), pooled=pooled)
+    assert_same_bits(tensors_of(state), before)
     for _ in range(500 if device == "cuda" else 100):
         tokens = random_tokens(2, device)
         with torch.no_grad():
@@ -534,6 +537,8 @@ def test_wrong_calls(device: str) -> None:
         assert torch.equal(state.total, before)
     with pytest.raises(ValueError, match=r"entries were given, but nothing in the state has a method `at\(entries\)`"):
         DecodeGraph(lambda x, state: x, None, x)(x, entries=ids)
+    with pytest.raises(ValueError, match=r"entries were given, but .*, or not pooled"):
+        DecodeGraph(lambda x, state: state.total[:2] + x, state, x, pooled=False)(x, entries=ids)
     with pytest.raises(ValueError, match=r"input 1 has shape \[1, 3\].*; expected \[2, 3\]"):
         DecodeGraph(lambda x, y, state: x, None, x, x)(x, x[:1])
     assert torch.equal(step(x)["sums"], state.total[:2])
@@ -554,7 +559,8 @@ def test_wrong_constructions() -> None:
         (ValueError, r"example input 0 has shape \[0, 3\]", (None, x[:0]), {}),
         (ValueError, r"batch_sizes are \(\); expected at least one int", (None, x), {"batch_sizes": ()}),
         (ValueError, r"batch_sizes are \[0\]; expected", (None, x), {"batch_sizes": [0]}),
-        (ValueError, r"batch_sizes are \(1, 2\); .*cannot be padded.*example, 2", (state, x), {"batch_sizes": (1, 2)}),
+        (ValueError, r"batch_sizes are \(1, 2\); .*be padded: .* example, 2", (state, x), {"batch_sizes": (1, 2)}),
+        (ValueError, "not pooled. and cannot be", (Sums(x), x), {"batch_sizes": (1, 2), "pooled": False}),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             DecodeGraph(unused, *arguments, **options)

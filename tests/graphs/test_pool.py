@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig, sdm_decode_step, sdm_write_read_
+from sdm_compile import SDMState, SparseDeltaMemory, sdm_decode_step, sdm_write_read_
 from sdm_compile import layer as layer_module
 from sdm_compile.graphs import StatePool
 from sdm_compile.lm import LanguageModel, LMConfig, LMState
@@ -161,21 +162,26 @@ def test_at_chooses_entries_of_every_state_in_the_tree():
         numbered_pool().at([-1])
 
 
+def state_of(*shape: int, **options: Any) -> SDMState:
+    return SDMState(torch.zeros(*shape, **options))
+
+
 @pytest.mark.parametrize(
     "state, initial, message",
     [
-        (SDMState(torch.zeros(8, 3)), [SDMState(torch.zeros(2, 3))], "differ in structure"),
-        (SDMState(torch.zeros(8, 3)), SDMState(torch.zeros(3, 3)), r"tensor 0 of the state has shape \(8, 3\), initial's"),
-        (SDMState(torch.zeros(8, 3)), SDMState(torch.zeros(2, 4)), r"\(8, 3\), initial's \(2, 4\): expected a multiple"),
-        (SDMState(torch.zeros(8, 3)), SDMState(torch.zeros(0, 3)), "expected a multiple"),
+        (state_of(8, 3), [state_of(2, 3)], "differ in structure"),
+        (state_of(8, 3), state_of(3, 3), r"tensor 0 of the state has shape \(8, 3\), initial's \(3, 3\)"),
+        (state_of(8, 3), state_of(2, 4), r"initial's \(2, 4\): expected a multiple of its first dimension"),
+        (state_of(8, 3), state_of(0, 3), "expected a multiple"),
         ([torch.zeros(())], [torch.zeros(())], "expected a multiple"),
-        (SDMState(torch.zeros(8, 3)), SDMState(torch.zeros(2, 3).double()), "torch.float32 on cpu; initial's torch.float64"),
-        (SDMState(torch.zeros(3, 8).T), SDMState(torch.zeros(2, 3)), r"has strides \(1, 8\)"),
+        (state_of(8, 3), state_of(2, 3, dtype=torch.float64), "torch.float32 on cpu; initial's torch.float64 on cpu"),
+        (state_of(8, 3), state_of(2, 3, device="meta"), "torch.float32 on cpu; initial's torch.float32 on meta"),
+        (SDMState(torch.zeros(3, 8).T), state_of(2, 3), r"has strides \(1, 8\)"),
         ([torch.zeros(4, 1), torch.zeros(6, 1)], [torch.zeros(2, 1)] * 2, r"room for \[2, 3\] entries"),
         ([torch.zeros(0, 1)], [torch.zeros(2, 1)], r"room for \[0\] entries"),
         ([], [], r"room for \[\] entries"),
         ([torch.zeros(4), 1], [torch.zeros(2), 1], "leaf 1 of the state is a int"),
-        (SDMState(torch.zeros(8, 3), torch.zeros(4).long()), SDMState(torch.zeros(2, 3), torch.zeros(1).long()), "chosen"),
+        (state_of(8, 3).at(torch.arange(4)), state_of(2, 3).at(torch.arange(1)), "chosen entries"),
     ],
 )
 def test_what_no_pool_can_be_made_of(state, initial, message):
@@ -296,9 +302,7 @@ def serve(call: Call, pool: StatePool[Any], waiting: dict[str, Request], batch: 
 def alone(call: Call, state: Any, request: Request) -> Any:
     """The same of one request, on a state of its own without entries."""
     cuts = [0, *range(request.prompt, request.length + 1)]
-    outs = [
-        call(stacked([piece(request.tokens, start, stop)]), state) for start, stop in zip(cuts, cuts[1:], strict=False)
-    ]
+    outs = [call(stacked([piece(request.tokens, start, stop)]), state) for start, stop in pairwise(cuts)]
     return pytree.tree_map(lambda *xs: torch.cat(xs, 1)[0], *outs), part(state, 0, 1)
 
 
@@ -318,7 +322,10 @@ def call_ops(inputs: tuple[Tensor, ...], state: SDMState) -> Tensor:
     ids = [torch.where(first_row < 0, -1, x + first_row) for x in (inputs[0], inputs[5])]
     moved = (ids[0], *inputs[1:5], ids[1], inputs[6])
     streams = [x.transpose(1, 2).flatten(0, 1) for x in moved]  # [B * H, T, *]
-    readings = sdm_decode_step(state.bank, *streams) if tokens == 1 else sdm_write_read_(state.bank, *streams, chunk_size=4)
+    if tokens == 1:
+        readings = sdm_decode_step(state.bank, *streams)
+    else:
+        readings = sdm_write_read_(state.bank, *streams, chunk_size=4)
     return readings.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
@@ -385,3 +392,102 @@ def test_modules_serve_each_request_as_if_it_were_alone(kind, device, dtype):
     for name, request in all_requests.items():
         expected = alone(call_module(module), pytree.tree_map(torch.clone, initial), request)
         assert_close(results[name], expected, dtype)
+
+
+# One captured step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BANKS, ids=str)
+@pytest.mark.parametrize("kind", ["layer", "model"])
+@torch.no_grad()
+def test_one_captured_step_serves_every_entry(kind, dtype):
+    """Entries and inputs change between replays, entries are reset, copied and forked: the bits are those of eager."""
+    device = "cuda"
+    module: torch.nn.Module = make_layer(device) if kind == "layer" else make_model(device)
+    if isinstance(module, SparseDeltaMemory):
+        initial, state = (module.init_state(batch, dtype) for batch in (1, CAPACITY))
+    else:
+        initial, state = (with_banks(module.init_state(batch), dtype) for batch in (1, CAPACITY))
+    pool, other = StatePool(state, initial), StatePool(pytree.tree_map(torch.clone, state), initial)
+
+    def draw(tokens: int) -> Tensor:
+        x = torch.randn(3, tokens, 12) if kind == "layer" else torch.randint(256, (3, tokens))
+        return x.to(device)
+
+    def both(act: Callable[[StatePool[Any]], Any]) -> None:
+        assert act(pool) == act(other)
+        assert_same_bits(pytree.tree_leaves(pool.state), pytree.tree_leaves(other.state))
+
+    entries, inputs = torch.full((3,), -1, device=device), draw(1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            module(inputs, pool.at(entries))  # padding alone
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs, _ = module(inputs, pool.at(entries))
+    assert_same_bits(pytree.tree_leaves(pool.state), pytree.tree_leaves(other.state))
+
+    def steps(rows: list[int], count: int) -> None:
+        entries.copy_(torch.tensor(rows))
+        for _ in range(count):
+            inputs.copy_(draw(1))
+            graph.replay()
+            expected, _ = module(inputs, other.at(rows))
+            assert_same_bits(outputs, expected)
+            assert_same_bits(pytree.tree_leaves(pool.state), pytree.tree_leaves(other.state))
+
+    both(lambda pool: (pool.acquire(), pool.acquire()))
+    prompt = draw(6)[:1]
+    for p in (pool, other):
+        module(prompt, p.at([1]))
+    steps([0, -1, 1], 3)
+    both(lambda pool: pool.fork(1))
+    steps([2, 1, 0], 3)
+    both(lambda pool: pool.copy(0, 2))
+    both(lambda pool: pool.release(0))
+    steps([-1, -1, 2], 2)
+    both(lambda pool: pool.acquire())
+    steps([1, 0, 2], 3)
+    both(lambda pool: pool.reset(1, 2))
+    steps([2, 0, 1], 2)
+    steps([-1, -1, -1], 2)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_copies_do_not_wait_for_the_device():
+    module = make_model("cuda")
+    pool = StatePool(module.init_state(CAPACITY), module.init_state(1))
+    entries = torch.tensor([0, -1], device="cuda")
+    tokens = [torch.randint(256, (2, n), device="cuda") for n in (1, 6)]
+    for x in tokens * 3:
+        module(x, pool.at(entries))  # compiles kernels and captures the loop over chunks
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        entry = pool.acquire()
+        other = pool.fork(entry)
+        pool.copy(other, entry)
+        pool.reset(entry, other)
+        pool.release(entry)
+        for x in tokens:
+            module(x, pool.at(entries))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 6])
+@torch.no_grad()
+def test_an_entry_beyond_the_pool_is_padding_on_cuda(tokens):
+    module = make_model("cuda")
+    pool, other = (StatePool(module.init_state(CAPACITY), module.init_state(1)) for _ in range(2))
+    x = torch.randint(256, (5, tokens), device="cuda")
+    beyond = torch.tensor([2, CAPACITY, 2**31, 2**62, 2**63 - 1], device="cuda")
+    logits, _ = module(x, pool.at(beyond))
+    expected, _ = module(x, other.at(beyond.where(beyond < CAPACITY, -1)))
+    assert_same_bits(logits, expected)
+    assert_same_bits(pytree.tree_leaves(pool.state), pytree.tree_leaves(other.state))

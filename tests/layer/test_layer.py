@@ -343,6 +343,134 @@ def test_init_state_dtype_and_device(learned):
     assert layer.init_state(2, device="meta").bank.is_meta
 
 
+# States with entries
+
+
+def pool_of(layer, capacity, entries, seed=2):
+    rows = layer.config.num_heads * layer.config.slots_per_head
+    bank = torch.randn(capacity * rows, 6, generator=torch.Generator().manual_seed(seed), dtype=layer.Wo.weight.dtype)
+    return SDMState(bank, torch.tensor(entries))
+
+
+def gathered(state):
+    """The entries' rows as a state without entries: those of a batch of their own."""
+    rows = BASE["num_heads"] * BASE["slots_per_head"]
+    return SDMState(state.bank.unflatten(0, (-1, rows))[state.entries].flatten(0, 1))
+
+
+def scattered(state, after):
+    """The pool's bank with what its entries have become."""
+    rows = BASE["num_heads"] * BASE["slots_per_head"]
+    parts = list(state.bank.split(rows))
+    for entry, part in zip(state.entries.tolist(), after.bank.split(rows), strict=True):
+        parts[entry] = part
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("variant", ["default", "all"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gradients_through_a_pool(tokens, variant):
+    """A batch of entries is the batch of their rows; the rows of other entries pass their gradients through."""
+    layer = make_layer(**VARIANTS[variant]).eval()
+    x = make_x(3, tokens, layer).requires_grad_()
+    state = pool_of(layer, 5, [4, 0, 2])
+    state.bank.requires_grad_()
+    kept = state.bank.detach().clone()
+    y, after = layer(x, state)
+    expected_y, expected = layer(x, gathered(state))
+    assert after is not state and after.entries is state.entries and torch.equal(state.bank, kept)
+    bank = scattered(state, expected)
+    assert_same(y, expected_y)
+    assert_same(after.bank, bank)
+    actual = gradients(layer, (y, after.bank), [x, state.bank])
+    for name, gradient in gradients(layer, (expected_y, bank), [x, state.bank]).items():
+        assert_same(actual[name], gradient)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_entries_choose_what_a_call_advances(mode, tokens):
+    layer = make_layer(**ALL).eval()
+    x = make_x(3, tokens, layer)
+    state = pool_of(layer, 5, [4, -1, 2])
+    start = state.clone()
+    address = state.bank.data_ptr()
+    expected_y, expected = layer(x[[0, 2]], gathered(state.at(torch.tensor([4, 2]))))
+    with mode():
+        y, after = layer(x, state)
+    assert (after is state) == (mode is not torch.enable_grad) and state.bank.data_ptr() == address
+    assert_same(y[[0, 2]], expected_y)
+    assert_same(after.bank, scattered(start.at(torch.tensor([4, 2])), expected))
+    others = [bank.detach().unflatten(0, (5, -1))[[0, 1, 3]] for bank in (after.bank, start.bank)]
+    assert torch.equal(*others)
+    nothing = layer.readings_norm(x.new_zeros(1, tokens, 2, 6)).flatten(2)  # what a padding row reads
+    assert_same(y[1:2], layer.Wo(nothing * layer.Wog(x[1:2]).sigmoid()))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("entry", [-1, -7, -(2**31), -(2**62), -(2**63)])
+def test_padding_leaves_the_pool_alone_whatever_it_holds(entry, tokens):
+    layer = make_layer(**ALL).eval()
+    state = pool_of(layer, 3, [entry, entry])
+    state.bank.fill_(math.nan)
+    x = make_x(2, tokens, layer)
+    x[1] = math.nan
+    with torch.no_grad():
+        y, _ = layer(x, state)
+    assert y[0].isfinite().all() and state.bank.isnan().all()
+    leaf = pool_of(layer, 3, [entry, entry])
+    kept = leaf.bank.clone()
+    with torch.no_grad():
+        layer(x, leaf)
+    assert torch.equal(leaf.bank, kept)
+    y, after = layer(x[:1], SDMState(leaf.bank.requires_grad_(), leaf.entries[:1]))
+    assert torch.equal(after.bank, kept)
+    (gradient,) = torch.autograd.grad(y.sum() + 3 * after.bank.sum(), leaf.bank)
+    assert (gradient == 3).all()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("entry", [3, 2**31, 2**62, 2**63 - 1])
+def test_an_entry_beyond_the_pool_is_refused_on_the_cpu(entry, tokens, grad):
+    layer = make_layer()
+    state = pool_of(layer, 3, [1, entry])
+    kept = state.bank.clone()
+    with torch.set_grad_enabled(grad), pytest.raises(IndexError, match="but memory has 96 rows"):
+        layer(make_x(2, tokens, layer), state)
+    assert torch.equal(state.bank, kept)
+
+
+def test_wrong_entries_are_refused():
+    layer = make_layer(query_batchnorm=True)
+    x, state = make_x(2, 5, layer), pool_of(layer, 3, [1, 0])
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for entries, message in [
+        (torch.tensor([1]), r"entries have shape \(1,\); expected \(2,\), the batch"),
+        (torch.tensor([[1], [0]]), r"entries have shape \(2, 1\)"),
+        (torch.tensor([1, 0], dtype=torch.int32), "entries have dtype torch.int32; expected torch.int64"),
+        (torch.empty(2, dtype=torch.int64, device="meta"), "entries are on meta; expected cpu, where the bank is"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            layer(x, state.at(entries))
+    for bank in (state.bank[:-1], state.bank[:0], state.bank[:, 1:], state.bank[0]):
+        with pytest.raises(ValueError, match=r"bank has shape .*; with entries expected \(capacity \* 32, 6\)"):
+            layer(x, SDMState(bank, state.entries))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1)])
+def test_empty_calls_on_a_pool(batch, tokens, grad):
+    layer = make_layer(**ALL).eval()
+    state = pool_of(layer, 3, [])
+    state = state.at(torch.arange(batch))
+    kept = state.bank.clone()
+    with torch.set_grad_enabled(grad):
+        y, after = layer(make_x(batch, tokens, layer), state)
+    assert y.shape == (batch, tokens, 12) and torch.equal(after.bank, kept)
+
+
 # Dtypes
 
 

@@ -69,3 +69,64 @@ def test_export_takes_and_gives_states():
     expected_y, expected_after = layer(x, state)
     torch.testing.assert_close(y, expected_y, rtol=0, atol=0)
     torch.testing.assert_close(after.bank, expected_after.bank, rtol=0, atol=0)
+
+
+# With entries
+
+
+@pytest.fixture
+def pool(state):
+    return state.at(torch.tensor([2, -1, 0]))
+
+
+def test_at_shares_the_bank(state):
+    entries = torch.tensor([2, -1, 0])
+    chosen = state.at(entries)
+    assert chosen.bank is state.bank and chosen.entries is entries and state.entries is None
+    other = chosen.at(torch.tensor([1]))
+    assert other.bank is state.bank and other.entries.tolist() == [1] and chosen.entries is entries
+    assert other.at(None).bank is state.bank and other.at(None).entries is None
+
+
+def test_detach_clone_and_to_keep_the_entries(pool):
+    assert pool.detach().entries is pool.entries
+    assert pool.to(torch.bfloat16).entries is pool.entries
+    assert pool.to(device="meta").entries.is_meta and pool.to("meta").entries.dtype == torch.int64
+    copy = pool.clone()
+    copy.entries[0] = 1
+    assert pool.entries.tolist() == [2, -1, 0] and copy.entries.tolist() == [1, -1, 0]
+
+
+def test_pytree_with_entries(state, pool):
+    leaves, spec = pytree.tree_flatten([pool, state])
+    assert [leaf is tensor for leaf, tensor in zip(leaves, (pool.bank, pool.entries, state.bank), strict=True)]
+    again, without = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
+    assert again.bank is state.bank and again.entries is pool.entries and without.entries is None
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_save_and_load_with_entries(state, pool, weights_only):
+    before_there_were_entries = SDMState(state.bank)
+    del before_there_were_entries.__dict__["entries"]
+    file = io.BytesIO()
+    torch.save([pool, state, before_there_were_entries], file)
+    file.seek(0)
+    loaded, plain, old = torch.load(file, weights_only=weights_only)
+    assert torch.equal(loaded.bank, pool.bank) and torch.equal(loaded.entries, pool.entries)
+    for one in (plain, old):
+        assert torch.equal(one.bank, state.bank) and one.entries is None
+        assert one.at(pool.entries).entries is pool.entries and one.clone().entries is None
+
+
+def test_export_takes_and_gives_entries():
+    torch.manual_seed(0)
+    layer = SparseDeltaMemory(SparseDeltaMemoryConfig(8, num_heads=2, slots_per_head=9, num_writes=2, num_reads=3))
+    x, state = torch.randn(2, 5, 8), layer.init_state(3).detach().at(torch.tensor([2, -1]))
+    program = torch.export.export(layer, (x, state))
+    for entries in ([2, -1], [1, 0]):
+        chosen = state.at(torch.tensor(entries))
+        y, after = program.module()(x, chosen)
+        expected_y, expected_after = layer(x, chosen)
+        torch.testing.assert_close(y, expected_y, rtol=0, atol=0)
+        torch.testing.assert_close(after.bank, expected_after.bank, rtol=0, atol=0)
+        assert after.entries.tolist() == entries
