@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .graphs import TrainGraph
 from .lm import LanguageModel, LMConfig, LMState
 from .text import Corpus
 
 Forward = Callable[..., tuple[Tensor, LMState]]  # a LanguageModel, compiled or not
+
+MAX_NORM = 1.0  # of all gradients together
 
 
 @dataclass(frozen=True)
@@ -83,28 +86,42 @@ class Trainer:
             plain = parameter.ndim < 2 or name.startswith("embedding") or getattr(parameter, "_no_weight_decay", False)
             (kept if plain else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
+        captured = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True, capturable=captured)
+        self._graph: tuple[Forward, TrainGraph] | None = None
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self._names = [names[parameter] for parameter in decayed + kept]  # in the optimizer's order
 
     def train_step(self, forward: Forward, corpus: Corpus) -> Tensor:
-        """One optimizer step; returns the batch's loss, in nats per byte.
+        """One optimizer step; returns the batch's loss, in nats per byte. On a GPU it is one replay of a graph.
 
         An interruption leaves either all of the step done or none of it.
         """
         config = self.config
-        windows = corpus.batch(self.step, config.seed, config.batch, config.length).to(self.device)
-        logits, _ = forward(windows[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        windows = corpus.batch(self.step, config.seed, config.batch, config.length)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate(self.step)
+        if self.device.type == "cuda":
+            graph = self._graph_of(forward)
+            with interrupts_held():
+                loss = graph.step(windows)
+                self.step += 1
+            return loss
+        loss = next_byte_loss(forward, windows.to(self.device))
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         with interrupts_held():
             self.optimizer.step()
             self.step += 1
         return loss.detach()
+
+    def _graph_of(self, forward: Forward) -> TrainGraph:
+        """The graph of steps through `forward`; that of the latest one is kept."""
+        if self._graph is None or self._graph[0] is not forward:
+            graph = TrainGraph(self.model, lambda _, x: next_byte_loss(forward, x), self.optimizer, max_norm=MAX_NORM)
+            self._graph = forward, graph
+        return self._graph[1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that training depends on, under `model.` and `optimizer.` names."""
@@ -122,6 +139,12 @@ class Trainer:
             if keys:
                 state[i] = {key: tensors[f"optimizer.{name}.{key}"] for key in keys}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+
+
+def next_byte_loss(forward: Forward, windows: Tensor) -> Tensor:
+    """Mean loss over windows [B, T + 1] of predicting each byte from those before it, in nats."""
+    logits, _ = forward(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 def load_model(model: LanguageModel, tensors: dict[str, Tensor]) -> None:

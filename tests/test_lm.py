@@ -361,6 +361,30 @@ def test_training_learns() -> None:
     assert after < 4.5
 
 
+@pytest.mark.gpu
+def test_training_on_a_gpu_goes_on_bit_for_bit() -> None:
+    """A step is a replay there, but the first one after a start or a resumption: the bits are the same."""
+    corpus = Corpus.from_bytes(TEXT)
+    config = TrainConfig(steps=10, batch=4, length=32, lr=2e-2, warmup=3)
+
+    def trained(steps: int, trainer: Trainer) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            loss = trainer.train_step(trainer.model, corpus)
+            assert loss.isfinite()
+        assert trainer._graph is not None and trainer._graph[1].captured == 1
+        return {name: x.cpu().clone() for name, x in trainer.tensors().items()}
+
+    whole = trained(10, Trainer(CONFIG, config, torch.device("cuda")))
+    parts = trained(4, Trainer(CONFIG, config, torch.device("cuda")))
+    resumed = Trainer(CONFIG, config, torch.device("cuda"))
+    resumed.load_tensors(parts)
+    resumed.step = 4
+    parts = trained(6, resumed)
+    assert whole.keys() == parts.keys()
+    for name, x in whole.items():
+        assert torch.equal(x, parts[name]), name
+
+
 def test_evaluation_equals_the_full_forward(model: LanguageModel) -> None:
     text = torch.randint(256, (42,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     logits, _ = model(text[None, :-1].long())

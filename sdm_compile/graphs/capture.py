@@ -146,13 +146,17 @@ class _Recording:
         else:
             if error is not None:
                 self._graph.reset()
-        if isinstance(error, Exception):
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if not isinstance(error, Exception):
+            return
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        try:
             raise CaptureError(
                 f"this cannot be captured into a CUDA graph: {reason} (the cause, above, says where). A captured call "
                 "must not wait for the device or copy from it (.item(), .cpu(), printing a tensor, shapes that depend "
                 "on values), nor copy from memory that is not pinned"
             ) from error
+        finally:
+            del error  # whose traceback holds this frame, and in those above it tensors of the failed capture
 
     def _abandon(self) -> None:
         """Does what PyTorch leaves undone where CUDA cannot end a capture: before 2.14 the pool stays taken and the

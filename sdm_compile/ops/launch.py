@@ -17,8 +17,10 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -192,6 +194,9 @@ def _layout(form: Any) -> tuple[list[int], int]:
             starts.append(end)
             end += (x.numel() * x.element_size() + 511) // 512 * 512
     return starts, end
+
+
+_T = TypeVar("_T")
 
 
 class _Runner(Protocol):
@@ -430,7 +435,7 @@ def _build(
             size = memory.needs([loop for loops in groups for loop in loops[k::2]])
             if size:
                 _forget([key for key in _captured if key[1:] == (k, *where)])
-                memory.become(size, device)
+                _in_a_thread(torch.cuda.current_stream(device), partial(memory.become, size, device))
         return [[_Built(captured(loop, k % 2), loop, tensors, []) for k, loop in enumerate(loops)] for loops in groups]
 
 
@@ -485,12 +490,28 @@ def _run_overlapped(runners: Sequence[_Runner], streams: _Streams) -> None:
 def _capture(loop: StepLoop, shared: _Memory, done: torch.cuda.Event, device: torch.device) -> _Captured:
     memory = shared.of(loop)
     loop.clear(memory)
-    table = torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device)
+    stream = torch.cuda.current_stream(device)
+    table = _in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
     _write_table(table, loop)
     couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
     steps = _captured_graph(device, lambda: loop.steps(memory, table))
     conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
     return _Captured(memory, (shared.bytes, table), table, couple, conclude, steps, done)
+
+
+def _in_a_thread(stream: torch.cuda.Stream, allocate: Callable[[], _T]) -> _T:
+    """What `allocate` returns: memory that is kept beyond the call.
+
+    The calling thread may be allocating from a pool whose owner accounts for all that is left in it, as compiled code
+    does before it captures itself: a thread of its own is not.
+    """
+
+    def on_the_stream() -> _T:
+        with torch.cuda.stream(stream):
+            return allocate()
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(on_the_stream).result()
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:

@@ -624,11 +624,12 @@ def test_a_failed_capture_leaves_model_and_state() -> None:
             logits = -logits
         return logits, state
 
+    tokens = random_tokens(2, "cuda")
     torch.cuda.manual_seed(3)
     expected = torch.rand(3, device="cuda")
     torch.cuda.manual_seed(3)
     with pytest.raises(CaptureError, match=r"cannot be captured into a CUDA graph: .*\.item\(\)") as raised:
-        DecodeGraph(waits, state, random_tokens(2, "cuda"), batch_sizes=(1, 2))
+        DecodeGraph(waits, state, tokens, batch_sizes=(1, 2))
     assert "capturing" in str(raised.value.__cause__)
     assert torch.equal(torch.rand(3, device="cuda"), expected)
     assert_same_bits(tensors_of([state, list(model.parameters())]), before)

@@ -190,6 +190,19 @@ def test_nothing_synchronises(mode: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_what_is_kept_is_in_nobodys_pool() -> None:
+    """Whoever runs a call on a pool finds nothing in it afterwards: compiled code checks that before it captures."""
+    inputs = leaves(MANY_STEPS.make(F32))
+    upstream = upstream_of(inputs)
+    free_captured_loops()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        train(inputs, 32, upstream=upstream)
+    torch.cuda.synchronize()
+    states = [block["state"] for segment in pool.snapshot() for block in segment["blocks"]]
+    assert states and "active_allocated" not in states
+
+
 def test_other_strides() -> None:
     """Inputs that are no rows of their own, and a gradient that is one number everywhere."""
     inputs = RAGGED.make(F32)
