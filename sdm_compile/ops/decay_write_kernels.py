@@ -22,11 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import eviction_hint, from_table, launches_early
+from .launch import eviction_hint, launches_early
 from .layout import StepGroups
 from .snapshot import COMPACT, NO_ROWS, SCALED_MODES, Announcement, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
 from .step_bwd_kernels import Banks, GradientGatherConfig, gradient_gather_call, sum_parts_call
+from .step_table import from_table
 
 
 @triton.jit

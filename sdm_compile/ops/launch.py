@@ -17,36 +17,26 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .bound import KernelCall, aligned
+from .bound import aligned
 from .recorded import RecordedLaunch, record
+from .step_table import ADDRESSES, StepAddress, write_table
+from .working_memory import Memory, in_a_thread
 
 MAX_LOOPS = 32  # captured loops kept at a time, over all signatures, devices and streams
 MAX_CALLS = 64  # layouts of calls whose launches are recorded
 MAX_BYTES = 4 * 2**30  # of working memory kept, over all devices and streams, beside that of the latest call
-ADDRESSES = 6  # a step's entries in a table; even, so that every step's are aligned to 16 bytes
 
 
 def launches_early(bank: Tensor) -> bool:
     """Whether a kernel can be launched before the one in front of it has ended: on a GPU from Hopper on."""
     return bank.is_cuda and torch.cuda.get_device_capability(bank.device)[0] >= 9
-
-
-class StepAddress(NamedTuple):
-    """Where something lies that is not a loop's own: at its first step, and how many bytes further at each next one."""
-
-    first: Tensor
-    stride: int = 0
 
 
 class StepLoop(Protocol):
@@ -102,101 +92,11 @@ def eviction_hint(bank: Tensor, rows: int) -> str:
     return "evict_first" if rows * bank.shape[1] * bank.element_size() <= 64 * 2**20 else ""
 
 
-@triton.jit
-def from_table(p, p_table, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pointer p, at the address that is a step's entry n of a table: a multiple of 16.
-
-    The part of a step may be at another address where its rows are no multiple of 16 bytes: a kernel then knows of no
-    row where it is, and relies on nothing.
-    """
-    return tl.multiple_of(tl.load(p_table + n).to(tl.pointer_type(p.dtype.element_ty)), 16)
-
-
-@triton.jit(do_not_specialize=["steps", "s0", "s1", "s2", "s3", "s4", "s5"])
-def _write_table_kernel(  # type: ignore[no-untyped-def]
-    p_table,
-    p0,
-    p1,
-    p2,
-    p3,
-    p4,
-    p5,
-    steps,
-    s0: tl.int64,
-    s1: tl.int64,
-    s2: tl.int64,
-    s3: tl.int64,
-    s4: tl.int64,
-    s5: tl.int64,
-    B: tl.constexpr,
-):
-    firsts, strides = (p0, p1, p2, p3, p4, p5), (s0, s1, s2, s3, s4, s5)
-    step = tl.arange(0, B)
-    for n in tl.static_range(len(firsts)):
-        address = firsts[n].to(tl.int64) + step * strides[n]
-        tl.store(p_table + step * len(firsts) + n, address, mask=step < steps)
-
-
-def _write_table(table: Tensor, loop: StepLoop) -> None:
-    """Fills a loop's table [steps, ADDRESSES]."""
-    addresses = [*loop.addresses()]
-    addresses += [StepAddress(table)] * (ADDRESSES - len(addresses))
-    firsts, strides = zip(*addresses, strict=True)
-    options = {"B": triton.next_power_of_2(loop.length), "num_warps": 1}
-    KernelCall(_write_table_kernel, (1,), (table, *firsts, loop.length, *strides), options).launch()
-
-
-class _Memory:
-    """Working memory that loops take one after the other: as large as the largest needs it."""
-
-    def __init__(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-
-    def needs(self, loops: Sequence[StepLoop]) -> int:
-        """How large it has to become for these loops; 0 if it is large enough."""
-        size = max((loop.memory_bytes for loop in loops), default=0)
-        return size if size > len(self.bytes) else 0
-
-    def become(self, size: int, device: torch.device) -> None:
-        """Takes fresh memory instead of what it had, which is freed first, if no view of it is left."""
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def of(self, loop: StepLoop) -> Any:
-        """The loop's memory."""
-        form = loop.memory_form()
-        starts = iter(_layout(form)[0])
-
-        def view(x: Tensor) -> Tensor:
-            start = next(starts)
-            return self.bytes[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-
-        return tree_map_only(Tensor, view, form)
-
-
 def own_memory(loop: StepLoop, device: torch.device) -> Any:
     """Working memory of one loop that shares it with no other."""
-    memory = _Memory()
+    memory = Memory()
     memory.become(loop.memory_bytes, device)
-    return memory.of(loop)
-
-
-def memory_bytes(form: Any) -> int:
-    """What a working memory of this form takes."""
-    return _layout(form)[1]
-
-
-def _layout(form: Any) -> tuple[list[int], int]:
-    """Where each tensor of a memory starts, on multiples of 512 bytes, and where the last one ends."""
-    starts, end = [], 0
-    for x in tree_leaves(form):
-        if isinstance(x, Tensor):
-            starts.append(end)
-            end += (x.numel() * x.element_size() + 511) // 512 * 512
-    return starts, end
-
-
-_T = TypeVar("_T")
+    return memory.of(loop.memory_form())
 
 
 class _Runner(Protocol):
@@ -284,7 +184,7 @@ class _Built(_Replays):
 
     def _stage(self) -> None:
         self.loop.stage(self.captured.memory)
-        _write_table(self.captured.table, self.loop)
+        write_table(self.captured.table, self.loop.addresses())
 
     def _launch(self, work: Callable[[], None]) -> None:
         if self.tensors is None:
@@ -346,7 +246,7 @@ class _Place:
 
     def __init__(self, device: torch.device) -> None:
         self.streams = _new_streams(device)
-        self.memories = (_Memory(), _Memory())
+        self.memories = (Memory(), Memory())
         self.done = torch.cuda.Event()  # after the latest call
         self.used = 0  # the number of the latest call
 
@@ -365,11 +265,11 @@ Groups = Sequence[Sequence[StepLoop]]
 
 def run_plainly(groups: Groups, device: torch.device) -> None:
     """Runs all loops one after the other by plain launches on the current stream."""
-    memories, streams = (_Memory(), _Memory()), _new_streams(device)
+    memories, streams = (Memory(), Memory()), _new_streams(device)
     for k, memory in enumerate(memories):
-        memory.become(memory.needs([loop for loops in groups for loop in loops[k::2]]), device)
+        memory.become(memory.needs(loop.memory_bytes for loops in groups for loop in loops[k::2]), device)
     for loops in groups:
-        _run_overlapped([_Plain(loop, memories[k % 2].of(loop)) for k, loop in enumerate(loops)], streams)
+        _run_overlapped([_Plain(loop, memories[k % 2].of(loop.memory_form())) for k, loop in enumerate(loops)], streams)
 
 
 def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], device: torch.device) -> Hashable:
@@ -432,10 +332,10 @@ def _build(
 
     with torch.inference_mode(False):  # what is kept serves calls in any mode
         for k, memory in enumerate(place.memories):
-            size = memory.needs([loop for loops in groups for loop in loops[k::2]])
+            size = memory.needs(loop.memory_bytes for loops in groups for loop in loops[k::2])
             if size:
                 _forget([key for key in _captured if key[1:] == (k, *where)])
-                _in_a_thread(torch.cuda.current_stream(device), partial(memory.become, size, device))
+                in_a_thread(torch.cuda.current_stream(device), partial(memory.become, size, device))
         return [[_Built(captured(loop, k % 2), loop, tensors, []) for k, loop in enumerate(loops)] for loops in groups]
 
 
@@ -487,31 +387,16 @@ def _run_overlapped(runners: Sequence[_Runner], streams: _Streams) -> None:
     runners[-1].read()
 
 
-def _capture(loop: StepLoop, shared: _Memory, done: torch.cuda.Event, device: torch.device) -> _Captured:
-    memory = shared.of(loop)
+def _capture(loop: StepLoop, shared: Memory, done: torch.cuda.Event, device: torch.device) -> _Captured:
+    memory = shared.of(loop.memory_form())
     loop.clear(memory)
     stream = torch.cuda.current_stream(device)
-    table = _in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
-    _write_table(table, loop)
+    table = in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
+    write_table(table, loop.addresses())
     couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
     steps = _captured_graph(device, lambda: loop.steps(memory, table))
     conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
     return _Captured(memory, (shared.bytes, table), table, couple, conclude, steps, done)
-
-
-def _in_a_thread(stream: torch.cuda.Stream, allocate: Callable[[], _T]) -> _T:
-    """What `allocate` returns: memory that is kept beyond the call.
-
-    The calling thread may be allocating from a pool whose owner accounts for all that is left in it, as compiled code
-    does before it captures itself: a thread of its own is not.
-    """
-
-    def on_the_stream() -> _T:
-        with torch.cuda.stream(stream):
-            return allocate()
-
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(on_the_stream).result()
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:

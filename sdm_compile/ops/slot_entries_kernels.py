@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import from_table
 from .slot_groups_kernels import entry_parts
 from .slot_sort_kernels import PLACES
 from .snapshot_tiles import addressable
+from .step_table import from_table
 
 
 @triton.jit

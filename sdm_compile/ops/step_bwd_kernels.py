@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import from_table
 from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
+from .step_table import from_table
 
 
 @triton.jit

@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import eviction_hint, from_table
+from .launch import eviction_hint
 from .slot_entries_kernels import entry_dots_call, entry_weights_call
 from .slot_groups_kernels import empty_slot_groups, launch_slot_groups
 from .snapshot import StepRows
 from .step_bwd_kernels import Banks, SlotEntries, SlotRowsConfig, slot_rows_call
+from .step_table import from_table
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from .dual_matmul_kernels import (
     transposed_lower_matmul_call,
     values_backward_call,
 )
-from .launch import StepAddress, launches_early, memory_bytes
+from .launch import launches_early
 from .layout import Staged, empty_staged
 from .phase1_bwd_kernels import Phase1BwdScratch, empty_phase1_bwd_sorted_scratch, launch_phase1_bwd_sorted
 from .slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call
@@ -39,6 +39,8 @@ from .step_bwd_kernels import (
     slot_rows_call,
     sum_parts_call,
 )
+from .step_table import StepAddress
+from .working_memory import memory_bytes
 from .write_read_bwd import Saved
 from .write_read_cuda import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 

@@ -18,7 +18,7 @@ from .bound import MAX_GRID, KernelCall, aligned, each_step, launches_are_watche
 from .copy_kernels import copy_all
 from .decay_write_kernels import Links, announce, decay_write_by_token_call, decay_write_call, writes_by_token
 from .dual_matmul_kernels import lower_matmul_call
-from .launch import Groups, StepAddress, memory_bytes, replay, run_plainly
+from .launch import Groups, replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
@@ -27,7 +27,9 @@ from .snapshot import NO_ROWS, SnapshotPlan, StepRows, agreed_writer
 from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
 from .step_loop import run_in_order
+from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
+from .working_memory import memory_bytes
 from .write_read_bwd import Saved
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds

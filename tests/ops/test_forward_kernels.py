@@ -37,8 +37,8 @@ from sdm_compile.ops import (  # noqa: E402
     staging_kernels,
     token_gather_kernels,
 )
-from sdm_compile.ops.launch import ADDRESSES  # noqa: E402
 from sdm_compile.ops.snapshot import COMPACT, SNAPSHOT_MODES, SnapshotPlan  # noqa: E402
+from sdm_compile.ops.step_table import ADDRESSES  # noqa: E402
 from sdm_compile.ops.write_read_cuda import Saving, call_loops  # noqa: E402
 from tests import loops  # noqa: E402
 
