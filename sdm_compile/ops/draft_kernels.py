@@ -69,8 +69,9 @@ def _sources_kernel(
 def _source_rows(p_bank, p_new_rows, p_sources, idx, o_n, o_d, D: tl.constexpr, N: tl.constexpr):
     """Addresses [G, BD] of the rows that a token's entries o_n take: new ones of the stream, or the bank's."""
     source = tl.load(p_sources + o_n, mask=o_n < N, other=-1)
-    p_rows = tl.where(source >= 0, p_new_rows + source.to(tl.int64) * D, p_bank + idx * D)
-    return p_rows[:, None] + o_d
+    # Chosen with the columns in place: addresses of rows, chosen and then spread, would be loaded one element at a time.
+    p_new = p_new_rows + source.to(tl.int64)[:, None] * D + o_d
+    return tl.where((source >= 0)[:, None], p_new, p_bank + idx[:, None] * D + o_d)
 
 
 @triton.jit(do_not_specialize=["num_slots", "tokens"])
