@@ -178,7 +178,7 @@ def _mark(memory: Tensor) -> _BankMark | None:
     return _BankMark(memory.data_ptr(), tuple(memory.shape), version)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SDMPending:
     """What a draft would write, for `sdm_commit_`: a pytree of two tensors, in memory of its own.
 

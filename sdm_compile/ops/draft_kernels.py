@@ -69,7 +69,7 @@ def _sources_kernel(
 def _source_rows(p_bank, p_new_rows, p_sources, idx, o_n, o_d, D: tl.constexpr, N: tl.constexpr):
     """Addresses [G, BD] of the rows that a token's entries o_n take: new ones of the stream, or the bank's."""
     source = tl.load(p_sources + o_n, mask=o_n < N, other=-1)
-    # Chosen with the columns in place: addresses of rows, chosen and then spread, would be loaded one element at a time.
+    # Chosen with the columns in place: chosen addresses of rows, spread later, would be loaded element by element.
     p_new = p_new_rows + source.to(tl.int64)[:, None] * D + o_d
     return tl.where((source >= 0)[:, None], p_new, p_bank + idx[:, None] * D + o_d)
 

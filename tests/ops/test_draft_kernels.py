@@ -113,7 +113,7 @@ def test_it_is_the_decode_kernel_token_by_token(case: Case, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("most rows", streams=1, tokens=2, writes=256, reads=256, head_dim=3, slots=300, repeated=0.1, write_gates=True),
+        Case("most rows", 1, tokens=2, writes=256, reads=256, head_dim=3, slots=300, repeated=0.1, write_gates=True),
         Case("groups of two widths", tokens=3, writes=130, reads=20, head_dim=17, slots=140, no_slot=0.1),
         Case("several pieces of a row", tokens=3, writes=9, reads=10, head_dim=70, slots=12),
         Case("many tokens", streams=1, tokens=64, writes=2, reads=3, head_dim=2, slots=3, id_dtype=torch.int32),
