@@ -157,11 +157,27 @@ def test_ids_beyond_the_bank_are_no_slots(place: str) -> None:
         ids[..., 1] = beyond
         assert_same_bits(drafted(inputs._replace(**{place: ids})), expected)
     _, new_rows, slots, _ = expected
-    slots = slots.masked_fill(slots < 0, inputs.memory.shape[0])
-    accepted = torch.tensor([4, 2])
-    assert_same_bits(
-        committed(inputs.memory, new_rows, slots, accepted), committed(inputs.memory, *expected[1:3], accepted)
-    )
+    rows, accepted = len(inputs.memory), torch.tensor([4, 2])
+    around = torch.full((rows + 2, inputs.memory.shape[1]), 7.0)
+    bank = around[:rows].copy_(inputs.memory)
+    beyond_slots = slots.masked_fill(slots < 0, rows)
+    commit_call(CommitConfig.from_shapes(3, 5), bank, new_rows, beyond_slots, accepted).launch()
+    assert_same_bits(bank, committed(inputs.memory, new_rows, slots, accepted))
+    assert (around[rows:] == 7).all()
+
+
+@in_the_interpreter
+def test_one_writer_per_row() -> None:
+    """Whichever programs have run, a row is what it was or what it will be."""
+    inputs = replace(RAGGED, tokens=6, slots=4).make(F32)
+    _, new_rows, slots, _ = drafted(inputs)
+    accepted = torch.tensor([6, 4])
+    final = committed(inputs.memory, new_rows, slots, accepted)
+    for programs in range(1, 5):
+        bank = inputs.memory.clone()
+        call = commit_call(CommitConfig.from_shapes(3, 5), bank, new_rows, slots, accepted)
+        call._replace(grid=(programs,)).launch()
+        assert ((bank == final) | (bank == inputs.memory)).all()
 
 
 @in_the_interpreter
