@@ -3,17 +3,21 @@
 from .config import SparseDeltaMemoryConfig
 from .layer import SparseDeltaMemory
 from .ops import (
+    SDMPending,
     UnsupportedConfigurationError,
     last_dispatch,
     product_key_topk,
     repeated_write_slots,
+    sdm_commit_,
     sdm_decode_step,
+    sdm_draft,
     sdm_write_read,
     sdm_write_read_,
 )
 from .state import SDMState
 
 __all__ = [
+    "SDMPending",
     "SDMState",
     "SparseDeltaMemory",
     "SparseDeltaMemoryConfig",
@@ -21,7 +25,9 @@ __all__ = [
     "last_dispatch",
     "product_key_topk",
     "repeated_write_slots",
+    "sdm_commit_",
     "sdm_decode_step",
+    "sdm_draft",
     "sdm_write_read",
     "sdm_write_read_",
 ]

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import SparseDeltaMemoryConfig
-from .ops import product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
+from .ops import (
+    SDMPending,
+    product_key_topk,
+    sdm_commit_,
+    sdm_decode_step,
+    sdm_draft,
+    sdm_write_read,
+    sdm_write_read_,
+)
+from .ops.draft import check_accepted
 from .state import SDMState
 
 
@@ -110,21 +119,11 @@ class SparseDeltaMemory(nn.Module):
             IndexError: an entry at or above the capacity (CPU).
         """
         config = self.config
-        if x.dim() != 3 or x.shape[2] != config.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {config.dim}")
-        if state is not None:
-            self.check_state(state, x.shape[0])
-        first_row = self._first_rows(x, state)
-        k_idx, k_val = self._slots(self.Wk_write(x), first_row, self.key_bn, config.num_writes, self.write_act)
-        q_idx, q_val = self._slots(self.Wq_read(x), first_row, self.query_bn, config.num_reads, self.read_act)
-        v = self._to_streams(self.Wv_write(x))
-        g, beta = self._gates(x)
-        if config.key_weighted_decay:
-            g = g * k_val.to(g.dtype)
-
+        self._check(x, state)
+        inputs = self._inputs(x, state)
         batch, tokens, _ = x.shape
-        inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
         if state is None:
+            v = inputs[2]
             state = SDMState(self._initial_bank(batch, v.dtype, v.device))
         if torch.is_grad_enabled():
             readings, bank = sdm_write_read(
@@ -139,14 +138,71 @@ class SparseDeltaMemory(nn.Module):
             readings = sdm_decode_step(state.bank, *inputs)
         else:
             readings = sdm_write_read_(state.bank, *inputs, chunk_size=config.tokens_per_chunk)
+        return self._output(readings.to(inputs[2].dtype), x), state
 
-        readings = readings.to(v.dtype)
+    def draft(self, x: Tensor, state: SDMState) -> tuple[Tensor, SDMPending]:
+        """What decoding these tokens one by one would give, without advancing the state: for speculative decoding.
+
+        Args:
+            x: [B, T, dim], at most 64 tokens.
+            state: where the sequences stand. It is left as it is.
+        Returns:
+            y: [B, T, dim], of the decode steps up to the rounding of the projections. It has no derivative.
+            pending: what `commit_` takes, once it is known how many of the tokens hold.
+        Raises:
+            ValueError: x or the state's bank has the wrong shape. UnsupportedConfigurationError: too many tokens.
+        """
+        self._check(x, state)
+        inputs = self._inputs(x, state)
+        readings, pending = sdm_draft(state.bank, *inputs)
+        return self._output(readings.to(inputs[2].dtype), x), pending
+
+    def commit_(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
+        """Advances the state in place by the first so many tokens of a draft.
+
+        Args:
+            state: the draft's, unchanged since.
+            pending: what `draft` returned.
+            accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
+        Raises:
+            ValueError, RuntimeError: see `sdm_commit_`. Nothing has been written then.
+        """
+        self.check_commit(state, pending, accepted)
+        heads = self.config.num_heads
+        sdm_commit_(state.bank, pending, accepted.unsqueeze(1).expand(-1, heads).flatten())
+
+    def check_commit(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
+        """Raises where `commit_` would, as far as shapes and the state's version tell."""
+        batch = pending.slots.shape[0] // self.config.num_heads
+        self.check_state(state, batch)
+        check_accepted(accepted, batch, "[B]")
+        pending.check_bank(state.bank)
+
+    def _check(self, x: Tensor, state: SDMState | None) -> None:
+        if x.dim() != 3 or x.shape[2] != self.config.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {self.config.dim}")
+        if state is not None:
+            self.check_state(state, x.shape[0])
+
+    def _inputs(self, x: Tensor, state: SDMState | None) -> tuple[Tensor, ...]:
+        """What the ops take besides the bank, each [P, T, *]: k_idx, k_val, v, beta, g, q_idx, q_val."""
+        config, first_row = self.config, self._first_rows(x, state)
+        k_idx, k_val = self._slots(self.Wk_write(x), first_row, self.key_bn, config.num_writes, self.write_act)
+        q_idx, q_val = self._slots(self.Wq_read(x), first_row, self.query_bn, config.num_reads, self.read_act)
+        v = self._to_streams(self.Wv_write(x))
+        g, beta = self._gates(x)
+        if config.key_weighted_decay:
+            g = g * k_val.to(g.dtype)
+        return k_idx, k_val, v, beta, g, q_idx, q_val
+
+    def _output(self, readings: Tensor, x: Tensor) -> Tensor:
+        """y [B, T, dim] of readings [P, T, head_dim], which have the dtype of v."""
         if self.readings_norm is not None:
             readings = self.readings_norm(readings)
-        merged = torch.unflatten(readings, 0, (batch, config.num_heads)).transpose(1, 2).flatten(2)
+        merged = torch.unflatten(readings, 0, (x.shape[0], self.config.num_heads)).transpose(1, 2).flatten(2)
         if self.Wog is not None:
             merged = merged * self.Wog(x).sigmoid()
-        return self.Wo(merged), state
+        return self.Wo(merged)
 
     def _first_rows(self, x: Tensor, state: SDMState | None) -> Tensor:
         """The bank row of each stream's first slot: [P, 1, 1]. A padding row's slots all come out below zero."""

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .config import SparseDeltaMemoryConfig
 from .layer import SparseDeltaMemory
+from .ops import SDMPending
 from .state import SDMState
 
 VOCABULARY = 256  # one token per byte value
@@ -91,6 +92,20 @@ class LMState:
         return LMState(self.memories, self.tails, entries)
 
 
+@dataclass(eq=False)
+class LMPending:
+    """What a LanguageModel drafted, a pytree, for `LanguageModel.commit_`.
+
+    Args:
+        memories: one SDMPending per block.
+        windows: per block [B, conv_width - 1 + T, dim], the inputs of its convolution: a tail and the drafted tokens.
+    """
+
+    memories: list[SDMPending]
+    windows: list[Tensor]
+
+
+pytree.register_dataclass(LMPending, serialized_type_name="sdm_compile.LMPending")
 pytree.register_dataclass(LMState, serialized_type_name="sdm_compile.LMState")
 torch.serialization.add_safe_globals([LMState])
 
@@ -108,12 +123,16 @@ class CausalConv(nn.Module):
 
     def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Convolves x [B, T, dim] after tail [B, width - 1, dim]; returns the result and the next tail, a view."""
-        length = x.shape[1]
         window = torch.cat([tail, x], dim=1)
+        return self.convolve(window), window[:, x.shape[1] :]
+
+    def convolve(self, window: Tensor) -> Tensor:
+        """The convolution [B, T, dim] of a tail and T tokens, [B, width - 1 + T, dim]."""
+        length = window.shape[1] - (self.width - 1)
         y = window[:, :length] * self.weight[0]
         for j in range(1, self.width):
             y = y + window[:, j : j + length] * self.weight[j]
-        return y, window[:, length:]
+        return y
 
 
 class MLP(nn.Module):
@@ -144,8 +163,18 @@ class Block(nn.Module):
         h, tail = self.conv(self.norm(x), tail)
         h = F.silu(h)
         y, memory = self.sdm(h, memory)
+        return self._add(x, h, y), tail, memory
+
+    def draft(self, x: Tensor, tail: Tensor, memory: SDMState) -> tuple[Tensor, Tensor, SDMPending]:
+        """`forward` for tokens that may be taken back: the convolution's inputs and the pending rows."""
+        window = torch.cat([tail, self.norm(x)], dim=1)
+        h = F.silu(self.conv.convolve(window))
+        y, pending = self.sdm.draft(h, memory)
+        return self._add(x, h, y), window, pending
+
+    def _add(self, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
         x = x + h + y
-        return x + self.mlp(self.mlp_norm(x)), tail, memory
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class LanguageModel(nn.Module):
@@ -202,9 +231,7 @@ class LanguageModel(nn.Module):
         """
         if state is not None:
             self._check_state(state, tokens.shape[0])
-        places = None
-        if state is not None and state.entries is not None:
-            places = _Places(state.entries, capacity=state.tails[0].shape[0])
+        places = None if state is None else _places(state)
         x = self.embedding(tokens)
         memories, tails = [], []
         for i, block in enumerate(self._blocks()):
@@ -223,6 +250,51 @@ class LanguageModel(nn.Module):
         for kept, tail in zip(state.tails, tails, strict=True):
             kept.copy_(tail)
         return logits, state
+
+    def draft(self, tokens: Tensor, state: LMState) -> tuple[Tensor, LMPending]:
+        """Logits of the byte after each drafted token, without advancing the state.
+
+        Args:
+            tokens: [B, T] int64, byte values; at most 64 of each sequence.
+            state: where the sequences stand. It is left as it is.
+        Returns:
+            logits: [B, T, 256], those of decoding token by token up to rounding. They have no derivative.
+            pending: what `commit_` takes.
+        """
+        self._check_state(state, tokens.shape[0])
+        places = _places(state)
+        x = self.embedding(tokens)
+        memories, windows = [], []
+        for block, memory, tail in zip(self._blocks(), state.memories, state.tails, strict=True):
+            tail = tail if places is None else places.read(tail)
+            x, window, pending = block.draft(x, tail, memory.at(state.entries))
+            memories.append(pending)
+            windows.append(window)
+        return self.head(self.norm(x)), LMPending(memories, windows)
+
+    def commit_(self, state: LMState, pending: LMPending, accepted: Tensor) -> None:
+        """Advances the state in place by the first so many tokens of a draft.
+
+        Args:
+            state: the draft's, unchanged since.
+            pending: what `draft` returned.
+            accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
+        Raises:
+            ValueError, RuntimeError: see `sdm_commit_`. Nothing has been written then.
+        """
+        self._check_state(state, pending.windows[0].shape[0])
+        memories = [memory.at(state.entries) for memory in state.memories]
+        for block, memory, rows in zip(self._blocks(), memories, pending.memories, strict=True):
+            block.sdm.check_commit(memory, rows, accepted)
+        for block, memory, rows in zip(self._blocks(), memories, pending.memories, strict=True):
+            block.sdm.commit_(memory, rows, accepted)
+        places = _places(state)
+        for tail, window in zip(state.tails, pending.windows, strict=True):
+            width = tail.shape[1]
+            first = accepted.long().clamp(0, window.shape[1] - width)
+            place = first.unsqueeze(1) + torch.arange(width, device=first.device)  # [B, conv_width - 1]
+            new = window.gather(1, place.unsqueeze(2).expand(-1, -1, window.shape[2]))
+            tail.copy_(new if places is None else places.write(tail, new))
 
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.blocks)
@@ -244,6 +316,11 @@ class LanguageModel(nn.Module):
 
     def _empty_tail(self, batch: int) -> Tensor:
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)
+
+
+def _places(state: LMState) -> _Places | None:
+    """None where a state's tails are the batch's own."""
+    return None if state.entries is None else _Places(state.entries, capacity=state.tails[0].shape[0])
 
 
 class _Places:

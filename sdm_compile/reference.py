@@ -42,6 +42,44 @@ def decode_step(
     return readings.reshape(*lead, memory.shape[1]), bank
 
 
+def draft(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The token loop on a bank of its own: readings [P, T, D], and of every write entry the row [P, T, W, D] and the
+    slot [P, T, W]: zeros and -1 where there is no slot, or an earlier entry of the token has it."""
+    streams, tokens, writes = k_idx.shape
+    readings, rows, slots = [], [], []
+    bank = memory
+    for p in range(streams):
+        for t in range(tokens):
+            bank, reading = _token(
+                bank, k_idx[p, t], k_val[p, t], v[p, t], beta[p, t], g[p, t], q_idx[p, t], q_val[p, t]
+            )
+            readings.append(reading)
+            ids = k_idx[p, t].tolist()
+            for w, slot in enumerate(ids):
+                written = slot >= 0 and slot not in ids[:w]
+                slots.append(slot if written else -1)
+                rows.append(bank[slot] if written else torch.zeros_like(memory[0]))
+    width = memory.shape[1]
+    return (
+        (torch.stack(readings) if readings else memory.new_zeros(0)).reshape(streams, tokens, width),
+        (torch.stack(rows) if rows else memory.new_zeros(0)).reshape(streams, tokens, writes, width),
+        torch.tensor(slots, dtype=torch.int32).reshape(streams, tokens, writes),
+    )
+
+
+def commit(memory: Tensor, new_rows: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
+    """The bank after the accepted tokens' rows were stored, one after the other."""
+    bank = memory.clone()
+    for p, count in enumerate(accepted.tolist()):
+        for t in range(min(max(count, 0), slots.shape[1])):
+            for w, slot in enumerate(slots[p, t].tolist()):
+                if slot >= 0:
+                    bank[slot] = new_rows[p, t, w]
+    return bank
+
+
 def _token(
     bank: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,7 @@ BAD_INPUTS = [
             lambda _, size=size: {"chunk_size": size},
             f"chunk_size is {size}; supported are 1 to 256",
             UnsupportedConfigurationError,
-            not_for=("decode",),
+            not_for=("decode", "draft"),
         )
         for size in (0, 257, -1)
     ),
@@ -154,7 +154,7 @@ BAD_INPUTS = [
         "an unknown snapshot_quant",
         lambda _: {"snapshot_quant": "fp4"},
         "snapshot_quant is 'fp4'; choose one of 'none', 'bf16', 'fp8', 'int4', 'recompute'",
-        not_for=("decode", "in place", "traced"),
+        not_for=("decode", "draft", "in place", "traced"),
     ),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,114 @@ def test_wrong_state_is_refused_before_it_is_advanced(model: LanguageModel, toke
             model(tokens, bad)
     for leaf, value in zip(pytree.tree_leaves(state), kept, strict=True):
         torch.testing.assert_close(leaf.detach(), value, rtol=0, atol=0)
+
+
+def decode_by_sequence(
+    model: LanguageModel, tokens: torch.Tensor, state: LMState, counts: torch.Tensor
+) -> torch.Tensor:
+    """Logits [B, T, 256] of each sequence's first `counts` tokens, decoded one by one in place; zeros of the others."""
+    parts = torch.zeros(*tokens.shape, 256, dtype=model.head.weight.dtype)
+    for b, count in enumerate(counts.tolist()):
+        memories = [SDMState(memory.bank.view(len(tokens), -1, memory.bank.shape[1])[b]) for memory in state.memories]
+        own = LMState(memories, [tail[b : b + 1] for tail in state.tails])
+        for t in range(count):
+            logits, _ = model(tokens[b : b + 1, t : t + 1], own)
+            parts[b, t] = logits[0, 0]
+    return parts
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (2, 2, 2), (4, 4, 4), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize("width", [1, 3, 7])
+@torch.no_grad()
+def test_draft_and_commit_are_decoding(counts: tuple[int, ...], width: int) -> None:
+    """In float32, through two layers, and then token by token; the convolution reaches back further than the draft."""
+    torch.manual_seed(0)
+    model = LanguageModel(replace(CONFIG, conv_width=width))
+    tokens = torch.randint(256, (3, 19))
+    state = model.init_state(3)
+    model(tokens[:, :9], state)
+    kept, sequential = copy.deepcopy(state), copy.deepcopy(state)
+    logits, pending = model.draft(tokens[:, 9:13], state)
+    for leaf, before in zip(pytree.tree_leaves(state), pytree.tree_leaves(kept), strict=True):
+        torch.testing.assert_close(leaf, before, rtol=0, atol=0)
+    whole = decode_by_sequence(model, tokens[:, 9:13], kept, torch.tensor([4, 4, 4]))
+    torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
+    model.commit_(state, pending, torch.tensor(counts))
+    decode_by_sequence(model, tokens[:, 9:13], sequential, torch.tensor(counts))
+    for t in range(13, 19):
+        for leaf, other in zip(pytree.tree_leaves(state), pytree.tree_leaves(sequential), strict=True):
+            torch.testing.assert_close(leaf, other, rtol=1e-5, atol=1e-5)
+        got, expected = (model(tokens[:, t : t + 1], s)[0] for s in (state, sequential))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_drafts_do_not_drift(model: LanguageModel) -> None:
+    generator = torch.Generator().manual_seed(3)
+    state, sequential = model.init_state(2), model.init_state(2)
+    for _ in range(40):
+        tokens = torch.randint(256, (2, 4), generator=generator)
+        counts = torch.randint(5, (2,), generator=generator)
+        logits, pending = model.draft(tokens, state)
+        model.commit_(state, pending, counts)
+        expected = decode_by_sequence(model, tokens, sequential, counts)
+        for b, count in enumerate(counts.tolist()):
+            torch.testing.assert_close(logits[b, :count], expected[b, :count], rtol=1e-11, atol=1e-11)
+    for leaf, other in zip(pytree.tree_leaves(state), pytree.tree_leaves(sequential), strict=True):
+        torch.testing.assert_close(leaf, other, rtol=1e-11, atol=1e-11)
+
+
+@torch.no_grad()
+def test_drafts_in_a_pool(model: LanguageModel, tokens: torch.Tensor) -> None:
+    """As on a state of the batch alone; padding and what the batch does not use stay as they are."""
+    alone, pool = model.init_state(2), model.init_state(5)
+    chosen = pool.at(torch.tensor([3, -1, 1]))
+    padded = torch.stack([tokens[0], tokens[0], tokens[1]])
+    model(tokens[:, :7], alone)
+    model(padded[:, :7], chosen)
+    counts = torch.tensor([3, 1])
+    expected, pending = model.draft(tokens[:, 7:11], alone)
+    model.commit_(alone, pending, counts)
+    got, pending = model.draft(padded[:, 7:11], chosen)
+    model.commit_(chosen, pending, torch.tensor([3, 4, 1]))
+    torch.testing.assert_close(got[::2], expected, rtol=1e-11, atol=1e-11)
+    fresh = model.init_state(1)
+    for leaf, of_batch, initial in zip(*map(pytree.tree_leaves, (pool, alone, fresh)), strict=True):
+        entries, sequences = leaf.unflatten(0, (5, -1)), of_batch.unflatten(0, (2, -1))
+        torch.testing.assert_close(entries[[3, 1]], sequences, rtol=1e-11, atol=1e-11)
+        for free in (0, 2, 4):
+            torch.testing.assert_close(entries[free], initial, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_commit_that_cannot_be_leaves_every_layer_alone(model: LanguageModel, tokens: torch.Tensor) -> None:
+    state = model.init_state(2)
+    _, pending = model.draft(tokens[:, :4], state)
+    state.memories[1].bank.mul_(1)
+    kept = [leaf.clone() for leaf in pytree.tree_leaves(state)]
+    wrong = torch.tensor([1, 1, 1])
+    for counts, error in ((torch.tensor([1, 2]), RuntimeError), (wrong, ValueError), (wrong[0], ValueError)):
+        with pytest.raises(error):
+            model.commit_(state, pending, counts)
+    with pytest.raises(ValueError, match="bank has shape"):
+        model.commit_(model.init_state(3), pending, torch.tensor([1, 2]))
+    for leaf, before in zip(pytree.tree_leaves(state), kept, strict=True):
+        torch.testing.assert_close(leaf, before, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_draft_and_commit_compile(model: LanguageModel, tokens: torch.Tensor) -> None:
+    draft = torch.compile(model.draft, fullgraph=True, backend="aot_eager")
+    commit_ = torch.compile(model.commit_, fullgraph=True, backend="aot_eager")
+    state, other = model.init_state(2), model.init_state(2)
+    for start, counts in ((0, torch.tensor([4, 1])), (4, torch.tensor([0, 3])), (8, torch.tensor([2, 2]))):
+        got, pending = draft(tokens[:, start : start + 4], state)
+        expected, eager = model.draft(tokens[:, start : start + 4], other)
+        commit_(state, pending, counts)
+        model.commit_(other, eager, counts)
+        torch.testing.assert_close(got, expected)
+    for leaf, eager_leaf in zip(pytree.tree_leaves(state), pytree.tree_leaves(other), strict=True):
+        torch.testing.assert_close(leaf, eager_leaf)
 
 
 def test_meta_device(tokens: torch.Tensor) -> None:

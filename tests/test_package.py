@@ -15,6 +15,7 @@ PACKAGE = ROOT / "sdm_compile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 PUBLIC = {
+    "SDMPending",
     "SDMState",
     "SparseDeltaMemory",
     "SparseDeltaMemoryConfig",
@@ -22,7 +23,9 @@ PUBLIC = {
     "last_dispatch",
     "product_key_topk",
     "repeated_write_slots",
+    "sdm_commit_",
     "sdm_decode_step",
+    "sdm_draft",
     "sdm_write_read",
     "sdm_write_read_",
 }
@@ -46,7 +49,7 @@ SHARED = {
     *(f"slot_{part}_kernels" for part in ("entries", "groups", "sort")),
 }
 COMPOSERS = {
-    *("__init__", "step_loop", "write_read"),
+    *("__init__", "draft", "draft_kernels", "step_loop", "write_read"),
     *(f"write_read_{part}" for part in ("bwd", "bwd_cuda", "cuda", "ops", "recompute")),
 }
 

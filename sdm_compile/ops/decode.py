@@ -47,6 +47,15 @@ def _decode_step_cpu(
 ) -> Tensor:
     _check_decode_step(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
     check_ids_in_bank(memory.shape[0], k_idx=k_idx, q_idx=q_idx)
+    readings, _ = decode_tokens(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    record("decode", token_dispatch("cpu", memory, k_idx, q_idx))
+    return readings
+
+
+def decode_tokens(
+    memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The step on the CPU, of checked arguments: the readings, and which write entries [..., W] wrote a row."""
     readings = _empty_decode_step_output(memory, v)
     dtype, accumulate = memory.dtype, accumulate_dtype(memory.dtype)
     ids, weights, gates, repeats = merge_repeated(k_idx, k_val.to(dtype).to(accumulate), g.to(accumulate))
@@ -62,11 +71,10 @@ def _decode_step_cpu(
     keep = ids >= 0
     store_rows_(memory, ids[keep], rows[keep])
     readings.copy_(weighted_rows(memory, q_idx, q_weights))
-    record("decode", _dispatch("cpu", memory, k_idx, q_idx))
-    return readings
+    return readings, keep
 
 
-def _dispatch(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> Dispatch:
+def token_dispatch(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> Dispatch:
     return Dispatch(
         op="decode_step_",
         route=route,
@@ -109,7 +117,7 @@ def _admit(signature: Hashable, memory: Tensor, *inputs: Tensor) -> tuple[Callab
     from .decode_kernels import DecodeConfig, decode_step_call
 
     _check_decode_step(memory, *inputs)
-    dispatch = _dispatch("triton", memory, inputs[0], inputs[5])
+    dispatch = token_dispatch("triton", memory, inputs[0], inputs[5])
     config = DecodeConfig.from_shapes(
         dispatch.streams, dispatch.writes, dispatch.reads, dispatch.head_dim, memory.element_size()
     )

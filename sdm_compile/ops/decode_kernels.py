@@ -17,7 +17,7 @@ from .bound import KernelCall
 
 
 @triton.jit
-def _load_ids(p_idx, o_n, num_slots, N: tl.constexpr):
+def load_ids(p_idx, o_n, num_slots, N: tl.constexpr):
     """Bank rows as int64, and which of them are in the bank."""
     idx = tl.load(p_idx + o_n, mask=o_n < N, other=-1).to(tl.int64)
     return idx, idx.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
@@ -66,7 +66,7 @@ def _merge(p_idx, p_weight, num_slots, N: tl.constexpr, G: tl.constexpr, dtype: 
     """Tuples of [G]: the slot's summed weights at its first write, else zero; which are first; and how many are not."""
     ids, valid, totals, firsts = (), (), (), ()
     for n in tl.static_range(0, N, G):
-        idx, m_n = _load_ids(p_idx, n + tl.arange(0, G), num_slots, N)
+        idx, m_n = load_ids(p_idx, n + tl.arange(0, G), num_slots, N)
         ids += (idx,)
         valid += (m_n,)
         totals += (tl.zeros([G], tl.float32),)
@@ -107,6 +107,85 @@ def _write(p_rows, rows, weight, keep, gates, token_gate, v, beta, m_d, GATES: t
         tl.store(p_rows[n], row.to(dtype), mask=keep[n][:, None] & m_d)
 
 
+@triton.jit
+def decode_token(
+    p_k_rows,
+    p_new_rows,
+    m_k,
+    p_q_rows,
+    m_q,
+    p_k_idx,
+    p_k_val,
+    p_v,
+    p_beta,
+    p_g,
+    p_q_val,
+    p_readings,
+    p_repeats,
+    num_slots,
+    token,
+    tile,
+    o_d,
+    m_d,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    GW: tl.constexpr,
+    GR: tl.constexpr,
+    GATES: tl.constexpr,
+    BD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One token's write and then its read: columns o_d [1, BD] of rows at tuples of addresses [G, BD].
+
+    The write rows come from p_k_rows and go to p_new_rows; m_k and m_q are tuples of [G]: which entries have a slot.
+    Ids, weights and gates are at the token's; the other inputs are the call's, of which it is number `token`.
+
+    EARLY: the read rows are requested together with the write rows, so that their latencies overlap; after the write
+    they come from the nearest cache, whether or not it has written them.
+    """
+    dtype: tl.constexpr = p_readings.dtype.element_ty
+    # Everything is requested before anything is waited for.
+    k_rows, q_rows, k_weight, q_weight, gates = (), (), (), (), ()
+    for n in tl.static_range(len(m_k)):
+        k_rows += (tl.load(p_k_rows[n], mask=m_k[n][:, None] & m_d, other=0.0),)
+    for n in tl.static_range(len(m_q)):
+        if EARLY:
+            q_rows += (tl.load(p_q_rows[n], mask=m_q[n][:, None] & m_d, other=0.0),)
+        else:
+            q_rows += (tl.zeros([GR, BD], dtype),)
+    token_gate = tl.load(p_g).to(tl.float32)
+    for n in tl.static_range(len(m_k)):
+        k_weight += (_load_rounded(p_k_val, n * GW + tl.arange(0, GW), m_k[n], dtype),)
+        if GATES:
+            gates += (tl.load(p_g + n * GW + tl.arange(0, GW), mask=m_k[n], other=0.0).to(tl.float32),)
+    beta = tl.load(p_beta + token).to(tl.float32)
+    v = _load_rounded(p_v, token * D + o_d, m_d, dtype)
+    for n in tl.static_range(len(m_q)):
+        q_weight += (_load_rounded(p_q_val, n * GR + tl.arange(0, GR), m_q[n], dtype),)
+
+    repeated = False
+    if not _ascend(p_k_idx, W, BW):
+        repeated = _any_repeat(p_k_idx, W, BW, GW)
+    if repeated:
+        merged, keep, repeats = _merge(p_k_idx, p_k_val, num_slots, W, GW, dtype)
+        if tile == 0:
+            tl.atomic_add(p_repeats, repeats.to(tl.int64), sem="relaxed")
+        _write(p_new_rows, k_rows, merged, keep, gates, token_gate, v, beta, m_d, GATES)
+    else:
+        _write(p_new_rows, k_rows, k_weight, m_k, gates, token_gate, v, beta, m_d, GATES)
+
+    tl.debug_barrier()  # other threads of the program wrote rows that this one reads
+    total = tl.zeros([GR, BD], tl.float32)
+    m_d = o_d < D * tl.num_programs(1)  # the same; but a compiler that knew it would drop the early request
+    for n in tl.static_range(len(m_q)):
+        row = tl.load(p_q_rows[n], mask=m_q[n][:, None] & m_d, other=q_rows[n]).to(tl.float32)
+        total = tl.fma(tl.broadcast_to(q_weight[n][:, None], total.shape), row, total)
+    reading = tl.broadcast_to(_pairwise_sum(total), total.shape)
+    o_g = tl.arange(0, GR)[:, None]
+    tl.store(p_readings + token * D + o_d + 0 * o_g, reading.to(dtype), mask=(o_g == 0) & m_d)
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def _decode_step_kernel(
     p_bank,
@@ -130,13 +209,8 @@ def _decode_step_kernel(
     BD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BW: W as a power of two. GATES: g is [streams, W], not [streams, 1].
-
-    EARLY: the read rows are requested together with the write rows, so that their latencies overlap; after the write
-    they come from the nearest cache, whether or not it has written them.
-    """
+    """BW: W as a power of two. GATES: g is [streams, W], not [streams, 1]. EARLY: see `decode_token`."""
     TILES: tl.constexpr = (D + BD - 1) // BD
-    dtype: tl.constexpr = p_bank.dtype.element_ty
     tile = tl.program_id(0) % TILES
     stream = (tl.program_id(0) // TILES).to(tl.int64)
     p_k_idx += stream * W
@@ -149,53 +223,17 @@ def _decode_step_kernel(
 
     m_k, p_k_rows, m_q, p_q_rows = (), (), (), ()
     for n in tl.static_range(0, W, GW):
-        idx, valid = _load_ids(p_k_idx, n + tl.arange(0, GW), num_slots, W)
+        idx, valid = load_ids(p_k_idx, n + tl.arange(0, GW), num_slots, W)
         m_k += (valid,)
         p_k_rows += (p_bank + idx[:, None] * D + o_d,)
     for n in tl.static_range(0, R, GR):
-        idx, valid = _load_ids(p_q_idx, n + tl.arange(0, GR), num_slots, R)
+        idx, valid = load_ids(p_q_idx, n + tl.arange(0, GR), num_slots, R)
         m_q += (valid,)
         p_q_rows += (p_bank + idx[:, None] * D + o_d,)
-
-    # Everything is requested before anything is waited for.
-    k_rows, q_rows, k_weight, q_weight, gates = (), (), (), (), ()
-    for n in tl.static_range(len(m_k)):
-        k_rows += (tl.load(p_k_rows[n], mask=m_k[n][:, None] & m_d, other=0.0),)
-    for n in tl.static_range(len(m_q)):
-        if EARLY:
-            q_rows += (tl.load(p_q_rows[n], mask=m_q[n][:, None] & m_d, other=0.0),)
-        else:
-            q_rows += (tl.zeros([GR, BD], dtype),)
-    token_gate = tl.load(p_g).to(tl.float32)
-    for n in tl.static_range(len(m_k)):
-        k_weight += (_load_rounded(p_k_val, n * GW + tl.arange(0, GW), m_k[n], dtype),)
-        if GATES:
-            gates += (tl.load(p_g + n * GW + tl.arange(0, GW), mask=m_k[n], other=0.0).to(tl.float32),)
-    beta = tl.load(p_beta + stream).to(tl.float32)
-    v = _load_rounded(p_v, stream * D + o_d, m_d, dtype)
-    for n in tl.static_range(len(m_q)):
-        q_weight += (_load_rounded(p_q_val, n * GR + tl.arange(0, GR), m_q[n], dtype),)
-
-    repeated = False
-    if not _ascend(p_k_idx, W, BW):
-        repeated = _any_repeat(p_k_idx, W, BW, GW)
-    if repeated:
-        merged, keep, repeats = _merge(p_k_idx, p_k_val, num_slots, W, GW, dtype)
-        if tile == 0:
-            tl.atomic_add(p_repeats, repeats.to(tl.int64), sem="relaxed")
-        _write(p_k_rows, k_rows, merged, keep, gates, token_gate, v, beta, m_d, GATES)
-    else:
-        _write(p_k_rows, k_rows, k_weight, m_k, gates, token_gate, v, beta, m_d, GATES)
-
-    tl.debug_barrier()  # other threads of the program wrote rows that this one reads
-    total = tl.zeros([GR, BD], tl.float32)
-    m_d = o_d < D * tl.num_programs(1)  # the same; but a compiler that knew it would drop the early request
-    for n in tl.static_range(len(m_q)):
-        row = tl.load(p_q_rows[n], mask=m_q[n][:, None] & m_d, other=q_rows[n]).to(tl.float32)
-        total = tl.fma(tl.broadcast_to(q_weight[n][:, None], total.shape), row, total)
-    reading = tl.broadcast_to(_pairwise_sum(total), total.shape)
-    o_g = tl.arange(0, GR)[:, None]
-    tl.store(p_readings + stream * D + o_d + 0 * o_g, reading.to(dtype), mask=(o_g == 0) & m_d)
+    decode_token(
+        p_k_rows, p_k_rows, m_k, p_q_rows, m_q, p_k_idx, p_k_val, p_v, p_beta, p_g, p_q_val, p_readings, p_repeats,
+        num_slots, stream, tile, o_d, m_d, D, W, BW, GW, GR, GATES, BD, EARLY,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

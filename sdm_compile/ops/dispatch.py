@@ -51,7 +51,7 @@ def record_for(records: dict[str, Dispatch], kind: str) -> None:
 
 
 def record(kind: str, dispatch: Dispatch) -> None:
-    """Keeps `dispatch` as this thread's latest call of that kind: "forward", "backward" or "decode"."""
+    """Keeps `dispatch` as this thread's latest call of that kind: "forward", "backward" or "decode", drafts too."""
     setattr(_thread, kind, dispatch)
 
 

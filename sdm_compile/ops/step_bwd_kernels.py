@@ -68,8 +68,10 @@ def _gradient_gather_kernel(
 @triton.jit
 def _load_sent_back(p_du, p_dy, source, mask, o_d, m_d, D):
     """What the entries' tokens sent back, [G, BD]: du where it is a write, dy where it is a read."""
-    p = tl.where((source & 1) != 0, p_dy, p_du) + (source >> 1).to(tl.int64) * D
-    return tl.load(p[:, None] + o_d[None, :], mask=mask[:, None] & m_d[None, :], other=0.0)
+    # Chosen with the columns in place: chosen addresses of rows, spread later, may be loaded element by element.
+    at = (source >> 1).to(tl.int64)[:, None] * D + o_d[None, :]
+    p = tl.where(((source & 1) != 0)[:, None], p_dy + at, p_du + at)
+    return tl.load(p, mask=mask[:, None] & m_d[None, :], other=0.0)
 
 
 @triton.jit
@@ -174,8 +176,9 @@ def _slot_rows_kernel(
             p_row = p_dM + slot.to(tl.int64)[:, None] * D + o_d[None, :]
             total = tl.load(p_row, mask=m_row, other=0.0)
             if p_payload.dtype == p_bank.dtype:
-                p_before = tl.where(number >= 0, p_payload + number.to(tl.int64) * D, p_bank + slot.to(tl.int64) * D)
-                row = tl.load(p_before[:, None] + o_d[None, :], mask=m_row, other=0.0).to(tl.float32)
+                p_saved = p_payload + number.to(tl.int64)[:, None] * D + o_d[None, :]
+                p_final = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
+                row = tl.load(tl.where((number >= 0)[:, None], p_saved, p_final), mask=m_row, other=0.0).to(tl.float32)
             else:
                 row = _decoded_rows(p_bank, p_payload, p_scales, slot, number, part * BD, D, DP, BD, MODE, SCALED).to(
                     tl.float32

@@ -27,6 +27,7 @@ FAMILIES = {
         *("stage_inputs", "stage_inputs_bwd", "unstage_readings_bwd"),
         *("write_read", "write_read_", "write_read_save", "write_read_bwd"),
         *("write_read_recompute", "write_read_recompute_bwd"),
+        *("draft", "commit_"),
     ),
     "staged": ("unstage_readings", "phase1", "phase1_bwd", "solve", "solve_bwd"),  # [steps, P, C, *]
     "step": (  # [P, C, *]
@@ -207,6 +208,16 @@ def ids(width: Callable[[Sizes], int], own_seed: bool) -> Strategy:
     return strategy
 
 
+def pending_slots(s: Sizes) -> SearchStrategy[Tensor]:
+    return st.just(s.ids(s.writes, s.seed).int())
+
+
+def counts(s: Sizes) -> SearchStrategy[Tensor]:
+    """Of accepted tokens, some below zero and above the number of tokens."""
+    values = st.lists(st.integers(-1, s.tokens + 1), min_size=s.streams, max_size=s.streams)
+    return st.builds(lambda x, dtype: torch.tensor(x, dtype=dtype), values, st.sampled_from([torch.int32, torch.int64]))
+
+
 def group_field(name: str) -> Strategy:
     def strategy(s: Sizes) -> SearchStrategy[Tensor]:
         field = getattr(s.fields, name)
@@ -268,6 +279,9 @@ STRATEGIES: dict[tuple[str, str], Strategy] = {
     **{(name, "Tensor"): group_field(name) for name in ("order", "group_start", "group_slot")},
     ("k_idx", "Tensor"): ids(lambda s: s.writes, own_seed=False),
     ("q_idx", "Tensor"): ids(lambda s: s.reads, own_seed=True),
+    ("slots", "Tensor"): pending_slots,
+    ("accepted", "Tensor"): counts,
+    ("new_rows", "Tensor"): floats(lambda s: (*s.lead, s.writes, s.width), bank),
     ("k_val", "Tensor"): floats(lambda s: (*s.lead, s.writes), weight),
     ("q_val", "Tensor"): floats(lambda s: (*s.lead, s.reads), weight),
     ("v", "Tensor"): floats(lambda s: (*s.lead, s.width), weight),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.harness import OpCase
 
-from . import decay_write, decode, dual_matmul, phase1, row_quant, solve, staging, token_gather, topk, write_read
+from . import decay_write, decode, draft, dual_matmul, phase1, row_quant, solve, staging, token_gather, topk, write_read
 
 CASES: list[OpCase] = [
     *staging.CASES,
@@ -15,6 +15,7 @@ CASES: list[OpCase] = [
     *decay_write.CASES,
     *row_quant.CASES,
     *decode.CASES,
+    *draft.CASES,
     *topk.CASES,
     *write_read.CASES,
 ]
