@@ -93,6 +93,7 @@ class TrainGraph:
         self.accumulate, self.max_norm, self.autocast, self.max_graphs = accumulate, max_norm, autocast, max_graphs
         self.device = self._common_device()
         self._shapes: dict[Any, _Shape | None] = {}  # by shape; None: had its eager step
+        self._pool: Any = None  # the graphs' memory; a capture that failed leaves another one to the next
         self._fingerprint: list[Any] = []  # after the latest eager step; empty: there was none
         self._changes = 0  # how many steps in a row something changed before
         self._warned: set[str] = set()
@@ -144,6 +145,7 @@ class TrainGraph:
     def reset(self) -> None:
         """Drops every graph: the next step of each shape is eager again, the one after it captured."""
         self._shapes.clear()
+        self._pool = None
         self._fingerprint = []
 
     def _step_on_gpu(self, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
@@ -191,10 +193,9 @@ class TrainGraph:
         """A graph of the step on batches like this one; runs nothing."""
         inputs = [torch.empty_like(x, device=self.device) if isinstance(x, Tensor) else x for x in leaves]
         batch = pytree.tree_unflatten(inputs, structure)
-        pools = [shape.step.graph.pool() for shape in self._shapes.values() if shape is not None]
         _free_captured_loops()
+        pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
         with restored_on_failure(self.model, self.optimizer):
-            pool = pools[0] if pools else torch.cuda.graph_pool_handle()
             step = capture(lambda: self._run(batch), self.device, pool)
             changed = self._changed()
             if changed:
@@ -202,6 +203,7 @@ class TrainGraph:
                     f"the step itself changes {changed}, which its replays would not do; keep what changes in a tensor "
                     "on the device and change it in place"
                 )
+        self._pool = pool
         return _Shape(inputs, step)
 
     def _run(self, batch: Any) -> tuple[Tensor, Tensor | None]:

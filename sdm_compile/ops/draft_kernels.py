@@ -274,14 +274,14 @@ def launch_draft(
     (num_slots, head_dim), (streams, tokens, writes), reads = bank.shape, k_idx.shape, q_idx.shape[2]
     config = DraftConfig.from_shapes(streams, writes, reads, head_dim, bank.element_size())
     sources = torch.empty(streams, tokens, writes + reads, dtype=torch.int32, device=bank.device)
-    sources_call(config, k_idx, q_idx, num_slots, sources, slots).launch_again()
+    sources_call(config, k_idx, q_idx, num_slots, sources, slots).launch()
     call = draft_call(
         config.step, bank, k_idx, k_val, v, beta, g, q_idx, q_val, sources, readings, new_rows, repeats
     )
-    call.launch_again()
+    call.launch()
 
 
 def launch_commit(bank: Tensor, new_rows: Tensor, slots: Tensor, accepted: Tensor) -> None:
     """The commit of contiguous tensors."""
     config = CommitConfig.from_shapes(slots.shape[2], bank.shape[1])
-    commit_call(config, bank, new_rows, slots, accepted).launch_again()
+    commit_call(config, bank, new_rows, slots, accepted).launch()

@@ -126,7 +126,7 @@ class Regression(nn.Module):
 
 
 def test_training(device: str) -> None:
-    models = [Regression(make_layer(device)) for _ in range(2)]
+    models = [Regression(make_layer(device)).to(device) for _ in range(2)]
     got, expected = (
         train(model, step, 6, device, (BATCH, 19, DIM))
         for model, step in zip(models, (compiled(models[0]), models[1]), strict=True)

@@ -91,13 +91,15 @@ def test_each_gradient_alone(wanted: int) -> None:
 
 @every_dtype
 def test_the_banks_gradient_in_float32(dtype: torch.dtype) -> None:
-    """Rounded once at the end: closer to the exact one, of a bank that every step touches."""
+    """Rounded once at the end: closer to the exact one. Writes of no weight let every step do no more than decay."""
     inputs = replace(MANY_STEPS, slots=44).make(dtype)
-    exact = train(leaves(inputs, "cpu", exact=True), 32)[2]
+    inputs = inputs._replace(k_val=torch.zeros_like(inputs.k_val), g=inputs.g * 1e-3)
+    exact = train(leaves(inputs, "cpu", exact=True), 32, (False, True))[2]
     rounded, once = (
-        (train(leaves(inputs), 32, grad_bank_fp32=fp32)[2].cpu().double() - exact).norm() for fp32 in (False, True)
+        (train(leaves(inputs), 32, (False, True), grad_bank_fp32=fp32)[2].cpu().double() - exact).norm()
+        for fp32 in (False, True)
     )
-    assert once < rounded if dtype == BF16 else once == rounded
+    assert once < 0.5 * rounded if dtype == BF16 else once == rounded
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8", "int4", "recompute"])
@@ -134,6 +136,7 @@ def test_every_way_to_run_a_step_gives_the_same_bits(
     assert_same_bits(got, expected)
     for name, value in (("SLABS", 1), ("working_bytes", lambda *args: 1)):
         monkeypatch.setattr(write_read_cuda, name, value)
+        free_captured_loops()  # and what is known of calls like this one
         assert_same_bits(train(leaves(inputs), case.chunk_size), expected)
 
 
@@ -193,14 +196,16 @@ def test_nothing_synchronises(mode: str) -> None:
 def test_what_is_kept_is_in_nobodys_pool() -> None:
     """Whoever runs a call on a pool finds nothing in it afterwards: compiled code checks that before it captures."""
     inputs = leaves(MANY_STEPS.make(F32))
-    upstream = upstream_of(inputs)
+    upstream, graph = upstream_of(inputs), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # as long as it lives, the random generator keeps what captures need of it
+        inputs[0].detach().clone()
     free_captured_loops()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         train(inputs, 32, upstream=upstream)
     torch.cuda.synchronize()
-    states = [block["state"] for segment in pool.snapshot() for block in segment["blocks"]]
-    assert states and "active_allocated" not in states
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks and [block["size"] for block in blocks if block["state"] == "active_allocated"] == []
 
 
 def test_other_strides() -> None:
