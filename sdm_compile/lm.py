@@ -76,6 +76,9 @@ class LMConfig:
 class LMState:
     """Decode state of a LanguageModel, a pytree.
 
+    Calls on one pool come one after the other, also where their entries have nothing in common: a call writes every
+    row of the tails, those that it leaves as they are too.
+
     Args:
         memories: one SDMState per block, without entries of its own.
         tails: per block [B, conv_width - 1, dim], the last inputs of its convolution.

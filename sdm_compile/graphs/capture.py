@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.situation import Situation, current_situation
+from .entries import chooses
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE as Pool  # what `torch.cuda.graph_pool_handle` returns
@@ -219,6 +220,8 @@ class Form:
         return f"{self.name} {list(self.shape)} {self.dtype} on {self.device}"
 
 
+PARTS = ("_parameters", "_buffers", "_modules")  # of a module's attributes, those of which it shows the contents
+
 _dtype, _shape, _training = attrgetter("dtype"), attrgetter("shape"), attrgetter("training")
 
 
@@ -226,8 +229,8 @@ class Watch:
     """Whether tensors are where they were, of modules and of nests of dicts, lists, tuples and objects.
 
     Of a module: its parameters, buffers and submodules (not what is added to a module that had none), its other
-    attributes that are tensors or have an `at` method, and `training`. Of any other object: the attributes in which
-    there are tensors.
+    attributes that are tensors, have an `at` method, or are dicts, lists or tuples in which there are tensors, and
+    `training`. Of any other object: the attributes in which there are tensors.
 
     Args:
         roots: the objects, by name.
@@ -294,10 +297,12 @@ class Watch:
             return True
         if isinstance(node, nn.Module):
             self._modules.append(node)
-            for part in (node._parameters, node._buffers, node._modules):
-                self._all_of(name, part, "{}.{}")
-            own = {key: x for key, x in vars(node).items() if isinstance(x, Tensor) or hasattr(x, "at")}
-            return any([self._edge(f"{name}.{key}", vars(node), key, x) for key, x in own.items()]) or True
+            for part in PARTS:
+                self._all_of(name, vars(node)[part], "{}.{}")
+            for key, x in list(vars(node).items()):
+                if key not in PARTS and (isinstance(x, Tensor | dict | list | tuple) or chooses(x)):
+                    self._edge(f"{name}.{key}", vars(node), key, x)
+            return True
         if isinstance(node, dict):
             return self._all_of(name, node, "{}[{!r}]")
         if isinstance(node, list | tuple):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .capture import Watch, capture, numeric_settings, refuse_while_capturing, restored, warm_up
+from .entries import chooses
 
 PADDING = -1  # the entry of a batch row that is none
 
@@ -83,7 +84,7 @@ class DecodeGraph:
         self.device = first.device
         self._graphed = self.device.type == "cuda"
         self._examples = [x.detach().clone() for x in example_inputs]
-        self._choosing = pooled and any(map(_chooses, pytree.tree_leaves(state, is_leaf=_chooses)))
+        self._choosing = pooled and any(map(chooses, pytree.tree_leaves(state, is_leaf=chooses)))
         self._can_pad = not self._plain_tensors()
         self.batch_sizes = self._sizes(batch_sizes, first.shape[0])
         self._size_for = {rows: size for size in reversed(self.batch_sizes) for rows in range(1, size + 1)}
@@ -182,8 +183,8 @@ class DecodeGraph:
 
     def _plain_tensors(self) -> list[Tensor]:
         """Those of the state that are in no object which gets entries."""
-        parts = pytree.tree_leaves(self._state, is_leaf=_chooses)
-        plain = [part for part in parts if not (self._choosing and _chooses(part))]
+        parts = pytree.tree_leaves(self._state, is_leaf=chooses)
+        plain = [part for part in parts if not (self._choosing and chooses(part))]
         return Watch({"state": plain}, layouts=True).tensors
 
     def _build(self) -> None:
@@ -264,7 +265,7 @@ class _Step:
         self.state = state
         if choosing:
             self.state = pytree.tree_map(
-                lambda part: part.at(self._entries) if _chooses(part) else part, state, is_leaf=_chooses
+                lambda part: part.at(self._entries) if chooses(part) else part, state, is_leaf=chooses
             )
         self._owned: dict[int, Any] = {}  # by id, what `fn` gets as the state or a part of it: the caller's own object
         _match(self.state, state, self._owned)
@@ -329,11 +330,6 @@ class _Turn:
         self._ended.record(self._stream)
 
 
-def _chooses(part: Any) -> bool:
-    """Whether it is a state of which `at(entries)` chooses entries."""
-    return hasattr(part, "at")
-
-
 def _match(view: Any, own: Any, found: dict[int, Any]) -> None:
     """Collects, by the id of each part of a view of the caller's state, the caller's own object in its place."""
     if type(view) is not type(own) or id(view) in found or (isinstance(view, Tensor) and view is not own):
@@ -363,7 +359,7 @@ def _reached(fn: object) -> dict[str, object]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, nn.Module | Tensor) or _chooses(x):
+        if isinstance(x, nn.Module | Tensor) or chooses(x):
             found[name] = x
         elif isinstance(x, list | tuple):
             waiting += [(f"{name}[{i}]", part) for i, part in enumerate(x)]

@@ -19,13 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .entries import chooses
+
 State = TypeVar("State")
 
 
 class StatePool(Generic[State]):
     """Entries of a state, handed out, copied and taken back. Every error is raised before anything is written.
 
-    Copies run on the current stream, like the calls that advance the state. A pool is not for several threads at once.
+    Copies run on the current stream, like the calls that advance the state. Calls on one pool come one after the other,
+    on the device too, whatever their entries: a call may write a whole tensor anew, such as a language model's tails.
+    A pool is not for several threads at once.
 
     Args:
         state: a pytree of contiguous tensors, each of which consists of `capacity` equal parts along its first
@@ -39,7 +43,7 @@ class StatePool(Generic[State]):
     """
 
     def __init__(self, state: State, initial: State) -> None:
-        for part in pytree.tree_leaves((state, initial), is_leaf=_chooses):
+        for part in pytree.tree_leaves((state, initial), is_leaf=chooses):
             if getattr(part, "entries", None) is not None:
                 raise ValueError("the state is one of chosen entries; a pool is made from the whole: state.at(None)")
         self.capacity = _capacity(state, initial)
@@ -73,11 +77,11 @@ class StatePool(Generic[State]):
             entries = torch.tensor(entries, dtype=torch.int64, device=self._leaves[0].device)
 
         def choose(part: Any) -> Any:
-            if not _chooses(part):
+            if not chooses(part):
                 raise TypeError(f"the state holds a {type(part).__name__} outside any object with `at(entries)`")
             return part.at(entries)
 
-        return pytree.tree_map(choose, self.state, is_leaf=_chooses)
+        return pytree.tree_map(choose, self.state, is_leaf=chooses)
 
     def acquire(self) -> int:
         """Takes the first free entry, and gives it the initial rows.
@@ -176,8 +180,3 @@ def _capacity(state: Any, initial: Any) -> int:
     if len(capacities) != 1 or 0 in capacities:
         raise ValueError(f"the state's tensors have room for {sorted(capacities)} entries; expected one number above 0")
     return int(capacities.pop())
-
-
-def _chooses(part: Any) -> bool:
-    """Whether it is a state of which `at(entries)` chooses entries."""
-    return hasattr(part, "at")

@@ -98,6 +98,7 @@ class Model(nn.Module):
         self.table = torch.zeros(2)
         self.memory = SDMState(torch.zeros(4, 2))
         self.calls: list[int] = []
+        self.caches: dict[str, Any] = {"pair": [torch.zeros(2), torch.zeros(3)], "sizes": (2, 3)}
 
 
 MODEL_CHANGES: list[Callable[[Model], Any]] = [
@@ -113,6 +114,10 @@ MODEL_CHANGES: list[Callable[[Model], Any]] = [
     lambda model: setattr(model, "table", torch.zeros(2)),
     lambda model: setattr(model.memory, "bank", torch.zeros(4, 2)),
     lambda model: setattr(model, "memory", SDMState(model.memory.bank)),
+    lambda model: setattr(model, "caches", {"pair": list(model.caches["pair"])}),
+    lambda model: model.caches["pair"].__setitem__(0, torch.zeros(2)),
+    lambda model: swap_storage(model.caches["pair"][1], torch.zeros(3)),
+    lambda model: model.caches.update(more=torch.zeros(2)),
 ]
 
 
@@ -132,6 +137,7 @@ def test_training_a_module_is_no_change() -> None:
     optimizer.step()
     model.layers(torch.randn(4, 3))
     model.calls.append(1)
+    model.caches["sizes"] = (4, 5)
     model.load_state_dict(Model().state_dict())
     assert watch.unchanged()
 
@@ -140,7 +146,7 @@ def test_a_module_in_itself_is_watched_once() -> None:
     model = Model()
     object.__setattr__(model, "state", {"model": model})
     watch = Watch({"a": model, "b": model, "c": model.plain.weight}, layouts=False)
-    assert len(watch.tensors) == len({id(x) for x in watch.tensors}) == 10
+    assert len(watch.tensors) == len({id(x) for x in watch.tensors}) == 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
