@@ -243,11 +243,10 @@ class Watch:
         self._children: list[object] = []
         self._sized: list[Any] = []
         self._modules: list[nn.Module] = []
-        self._seen: set[int] = set()
+        self._found: dict[int, bool] = {}  # by id, whether there is a tensor in it
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
-        for name, root in roots.items():
-            self._walk(name, root)
+        self._walk_roots(roots)
         self._layouts = layouts
         self._lengths = list(map(len, self._sized))
         self._was_training = list(map(_training, self._modules))
@@ -285,12 +284,21 @@ class Watch:
             list(map(_shape, self.tensors)) != self._shapes or list(map(Tensor.stride, self.tensors)) != self._strides
         )
 
+    def _walk_roots(self, roots: dict[str, object]) -> None:
+        for name, root in roots.items():
+            self._walk(name, root)
+
     def _walk(self, name: str, node: object) -> bool:
-        """Adds what is in a node; whether there is a tensor."""
-        if id(node) in self._seen:
-            return True
-        if isinstance(node, Tensor | nn.Module | dict | list | tuple) or hasattr(node, "__dict__"):
-            self._seen.add(id(node))
+        """Adds what is in a node, once; whether there is a tensor."""
+        if id(node) in self._found:
+            return self._found[id(node)]
+        if not (isinstance(node, Tensor | dict | list | tuple) or hasattr(node, "__dict__")):
+            return self._walk_into(name, node)  # not one of those whose id lasts
+        self._found[id(node)] = True  # for what is in it and leads back to it
+        self._found[id(node)] = self._walk_into(name, node)
+        return self._found[id(node)]
+
+    def _walk_into(self, name: str, node: object) -> bool:
         if isinstance(node, Tensor):
             self.names.append(name)
             self.tensors.append(node)
@@ -298,7 +306,7 @@ class Watch:
         if isinstance(node, nn.Module):
             self._modules.append(node)
             for part in PARTS:
-                self._all_of(name, vars(node)[part], "{}.{}")
+                self._all_of(name, getattr(node, part), "{}.{}")
             for key, x in list(vars(node).items()):
                 if key not in PARTS and (isinstance(x, Tensor | dict | list | tuple) or chooses(x)):
                     self._edge(f"{name}.{key}", vars(node), key, x)
@@ -307,6 +315,9 @@ class Watch:
             return self._all_of(name, node, "{}[{!r}]")
         if isinstance(node, list | tuple):
             return self._all_of(name, node, "{}[{}]")
+        return self._walk_other(name, node)
+
+    def _walk_other(self, name: str, node: object) -> bool:
         if isinstance(node, type) or callable(node) or not hasattr(node, "__dict__"):
             return False
         return any([self._edge(f"{name}.{key}", vars(node), key, x) for key, x in list(vars(node).items())])

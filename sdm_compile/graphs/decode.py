@@ -8,18 +8,17 @@ logits, state = step(tokens, entries=chosen)  batch row b uses entry chosen[b] o
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .capture import Watch, capture, numeric_settings, refuse_while_capturing, restored, warm_up
 from .entries import chooses
+from .reach import Reached
 
 PADDING = -1  # the entry of a batch row that is none
 
@@ -34,8 +33,14 @@ class DecodeGraph:
     What a graph relies on is looked at before every replay. It is captured again, which takes as long as construction,
     where a tensor of the state or of `mutates` has moved, a parameter, buffer or submodule was replaced, moved or
     added, a module's `training` changed, or the settings did: autocast, the precision of matmuls, deterministic
-    kernels. Modules are found where `fn` is one, is bound to one, or names one (closure, global,
-    `functools.partial`). Other Python values that `fn` reads are those of the capture.
+    kernels. So it is where another module, tensor or function stands in a place where `fn` finds one by a name in its
+    code: its closure and globals, attributes of objects there or of the one that it is a method of, the lists and dicts
+    among them, `functools.partial`, and the same of methods and functions that it names (global functions that those
+    name only in the same file). Not found is what it reaches by `getattr`, as an attribute of an imported module, or
+    as a plain object that a module holds. Other Python values that `fn` reads are those of the capture.
+
+    A capture clears the workspaces of cuBLAS, of all streams of the process. A graph of your own that multiplies
+    matrices must not rely on one from before its capture: capture it on a stream where nothing was multiplied before.
 
     Args:
         fn: `fn(*inputs, state)` does one step, advances the state by writing into its tensors, and returns a pytree. A
@@ -179,7 +184,9 @@ class DecodeGraph:
 
     def _watch(self) -> _Watched:
         state = Watch({"state": self._state, "mutates": self._mutates}, layouts=True)
-        return _Watched(state, _reached(self._fn) if self._graphed else {}, self.device.type if self._graphed else None)
+        if not self._graphed:
+            return _Watched(state, Watch({}, layouts=False), None)
+        return _Watched(state, Reached(self._fn), self.device.type)
 
     def _plain_tensors(self) -> list[Tensor]:
         """Those of the state that are in no object which gets entries."""
@@ -230,9 +237,8 @@ class DecodeGraph:
 class _Watched:
     """What a graph relies on."""
 
-    def __init__(self, state: Watch, reached: dict[str, object], device_type: str | None) -> None:
-        self.state, self._device_type = state, device_type
-        self._model = Watch(reached, layouts=False)
+    def __init__(self, state: Watch, reached: Watch, device_type: str | None) -> None:
+        self.state, self._model, self._device_type = state, reached, device_type
         self._settings = self._settings_now()
 
     def _settings_now(self) -> tuple[object, ...]:
@@ -347,48 +353,6 @@ def _match(view: Any, own: Any, found: dict[int, Any]) -> None:
     found[id(view)] = own
     for pair in pairs:
         _match(*pair, found)
-
-
-def _reached(fn: object) -> dict[str, object]:
-    """The modules and tensors that a callable reaches by names of its own: attributes, arguments, closure, globals."""
-    found: dict[str, object] = {}
-    seen: set[int] = set()
-    waiting: list[tuple[str, object]] = [("fn", fn)]
-    while waiting:
-        name, x = waiting.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, nn.Module | Tensor) or chooses(x):
-            found[name] = x
-        elif isinstance(x, list | tuple):
-            waiting += [(f"{name}[{i}]", part) for i, part in enumerate(x)]
-        elif isinstance(x, dict):
-            waiting += [(f"{name}[{key!r}]", part) for key, part in x.items()]
-        elif isinstance(x, functools.partial):
-            waiting += [(name, x.func), (name, x.args), (name, x.keywords)]
-        elif inspect.ismethod(x):
-            waiting += [(name, x.__func__), (name, x.__self__)]
-            if hasattr(x.__self__, "__dict__"):
-                waiting.append((name, vars(x.__self__)))
-        elif inspect.isfunction(x):
-            waiting += [(name, x.__defaults__), (name, x.__kwdefaults__), *_named_by(x)]
-        elif x is fn and hasattr(x, "__dict__"):
-            waiting += [(name, vars(x)), (name, type(x).__call__)]
-    return found
-
-
-def _named_by(function: FunctionType) -> list[tuple[str, object]]:
-    """What stands in a function's closure, and the global modules and tensors that its code names."""
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closure = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]  # a new cell is an empty one
-    variables = [(name, function.__globals__[name]) for name in names & function.__globals__.keys()]
-    return closure + [(name, x) for name, x in variables if isinstance(x, nn.Module | Tensor)]
 
 
 def _check_tensors(what: str, values: Sequence[object]) -> None:
