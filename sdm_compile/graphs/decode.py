@@ -39,8 +39,9 @@ class DecodeGraph:
     name only in the same file). Not found is what it reaches by `getattr`, as an attribute of an imported module, or
     as a plain object that a module holds. Other Python values that `fn` reads are those of the capture.
 
-    A capture clears the workspaces of cuBLAS, of all streams of the process. A graph of your own that multiplies
-    matrices must not rely on one from before its capture: capture it on a stream where nothing was multiplied before.
+    A capture clears the workspaces that cuBLAS keeps, of all streams of the process. A CUDA graph of your own uses one
+    that is no longer its own from then on, if that was there before its capture: capture it on a stream on which no
+    matrices were multiplied before.
 
     Args:
         fn: `fn(*inputs, state)` does one step, advances the state by writing into its tensors, and returns a pytree. A
@@ -95,6 +96,7 @@ class DecodeGraph:
         self._size_for = {rows: size for size in reversed(self.batch_sizes) for rows in range(1, size + 1)}
         self._steps: dict[int, _Step] = {}
         self._watched: _Watched | None = None
+        self._written: list[Tensor] = []  # of the state and `mutates`, what has a version
         self._forms = self._watch().state.forms()
         for form in self._forms:
             if self._graphed and form.device != self.device:
@@ -133,6 +135,7 @@ class DecodeGraph:
                 step.keep(self._fn(*step.inputs, step.state))
             else:
                 step.graph.replay()
+                torch.autograd.graph.increment_version(self._written)  # as writes do that are no replays
             if self._turn is not None:
                 self._turn.end()
             return step.outputs(rows)
@@ -215,6 +218,7 @@ class DecodeGraph:
                     step.keep(captured.result)
                 self._steps[size] = step
         self._watched = self._watch()  # what the first run of `fn` made is part of it
+        self._written = [x for x in self._watched.state.tensors if not x.is_inference()]
         if self._turn is not None:
             self._turn.end()
 

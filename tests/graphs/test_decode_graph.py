@@ -642,6 +642,47 @@ def test_any_grad_mode(device: str, modes: tuple[Any, Any]) -> None:
             assert torch.equal(logits, expected) and not logits.requires_grad
 
 
+class Replay:
+    """What stands for a CUDA graph whose replay writes to a tensor, unseen by PyTorch."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+
+    def replay(self) -> None:
+        self.target.numpy()[:] += 1
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_replay_counts_as_a_write(mode: Any) -> None:
+    """To those who look at a tensor's version: autograd, of what it saved, and the commit of an older draft."""
+    state, count, scale = {"h": torch.zeros(2)}, torch.zeros(2), torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        state["inference"] = torch.zeros(2)
+    step = DecodeGraph(lambda x, state: x, state, torch.zeros(2), mutates=[count])
+    step._steps[2].graph = Replay(state["h"])  # type: ignore[assignment]
+    products = [scale * state["h"], scale * count]
+    with mode():
+        step(torch.ones(2))
+    assert state["h"].tolist() == [1, 1]
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_a_draft_from_before_a_step_is_refused(device: str) -> None:
+    model = make_model(device)
+    state = model.init_state(2)
+    step = DecodeGraph(model, state, random_tokens(2, device))
+    _, pending = model.draft(torch.randint(256, (2, 3), device=device), state)
+    step(random_tokens(2, device))
+    before = tensors_of(state)
+    with pytest.raises(RuntimeError, match="written to since the draft"):
+        model.commit_(state, pending, torch.tensor([1, 2], device=device))
+    assert_same_bits(tensors_of(state), before)
+
+
 # Errors
 
 
