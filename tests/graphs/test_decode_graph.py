@@ -659,6 +659,7 @@ def test_a_replay_counts_as_a_write(mode: Any) -> None:
     with torch.inference_mode():
         state["inference"] = torch.zeros(2)
         step = DecodeGraph(lambda x, state: x, state, torch.zeros(2), mutates=[count])
+    step(torch.ones(2))
     step._steps[2].graph = Replay(state["h"])  # type: ignore[assignment]
     products = [scale * state["h"], scale * count]
     with mode():
