@@ -7,7 +7,7 @@ nothing has to be undone: a run through graphs takes the very steps of a run wit
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +29,7 @@ class _Shape:
     """One shape's graph, and the memory that it reads."""
 
     inputs: list[Any]  # the batch's leaves
+    written: list[Tensor]  # parameters and buffers
     step: Captured[tuple[Tensor, Tensor | None]]  # gives the loss and the norm
 
 
@@ -52,10 +53,14 @@ class TrainGraph:
     After a change of anything else (an attribute that is an object, what `loss_fn` closes over) call `reset()`. A
     tensor that one step hands to the next has to be a buffer or a parameter that is changed in place.
 
-    Learning rates are free to change, by a scheduler or by hand: on a GPU each group's `lr` becomes a tensor there,
-    and a number that is put in its place is copied into it before the step.
+    Learning rates are free to change, by a scheduler or by hand: on a GPU each group's `lr` becomes a float32 tensor
+    there, and a number that is put in its place is copied into it, rounded, before the step.
 
-    A graph keeps the memory of its step until it is dropped. Steps are taken from one thread at a time.
+    A graph keeps the memory of its step until it is dropped. Steps are taken from one thread at a time. A capture frees
+    the step loops that eager calls of the ops have captured, whoever made them, and waits for those that still run; and
+    it clears the workspaces that cuBLAS keeps, of all streams of the process. A CUDA graph of your own uses one that is
+    no longer its own from then on, if that was there before its capture: capture it on a stream on which no matrices
+    were multiplied before.
 
     Args:
         model: its parameters, and those of the optimizer, are all on one device.
@@ -89,8 +94,8 @@ class TrainGraph:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, or None for no clipping, got {max_norm}")
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.accumulate, self.max_norm, self.autocast, self.max_graphs = accumulate, max_norm, autocast, max_graphs
+        self.model, self.optimizer, self.max_graphs = model, optimizer, max_graphs
+        self._loss_fn, self._accumulate, self._max_norm, self._autocast = loss_fn, accumulate, max_norm, autocast
         self.device = self._common_device()
         self._shapes: dict[Any, _Shape | None] = {}  # by shape; None: had its eager step
         self._pool: Any = None  # the graphs' memory; a capture that failed leaves another one to the next
@@ -185,6 +190,7 @@ class TrainGraph:
             if isinstance(x, Tensor):
                 static.copy_(x.detach(), non_blocking=True)
         captured.step.graph.replay()
+        torch.autograd.graph.increment_version(captured.written)  # as writes do that are no replays
         loss, self._norm = captured.step.result
         self._changes = 0
         return loss.clone()
@@ -204,7 +210,9 @@ class TrainGraph:
                     "on the device and change it in place"
                 )
         self._pool = pool
-        return _Shape(inputs, step)
+        updated = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        buffers = [x for x in self.model.buffers() if not x.is_inference()]
+        return _Shape(inputs, [*updated, *buffers], step)
 
     def _run(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The step: loss and gradient norm. Begins and ends with no gradients, also where it fails."""
@@ -214,25 +222,25 @@ class TrainGraph:
         try:
             _drop_gradients(parameters)
             for part in self._parts(batch):
-                with torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext():
-                    loss = self.loss_fn(self.model, part)
+                with torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext():
+                    loss = self._loss_fn(self.model, part)
                 _check_loss(loss)
-                (loss if self.accumulate == 1 else loss / self.accumulate).backward()
+                (loss if self._accumulate == 1 else loss / self._accumulate).backward()
                 losses.append(loss.detach())
-            if self.max_norm is not None:
-                norm = nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            if self._max_norm is not None:
+                norm = nn.utils.clip_grad_norm_(parameters, self._max_norm)
             self.optimizer.step()
         finally:
             _drop_gradients(parameters)
-        return losses[0] if self.accumulate == 1 else torch.stack(losses).mean(), norm
+        return losses[0] if self._accumulate == 1 else torch.stack(losses).mean(), norm
 
     def _parts(self, batch: Any) -> Iterator[Any]:
-        if self.accumulate == 1:
+        if self._accumulate == 1:
             yield batch
             return
         leaves, structure = pytree.tree_flatten(batch)
-        for i in range(self.accumulate):
-            parts = [x.tensor_split(self.accumulate)[i] if isinstance(x, Tensor) and x.dim() else x for x in leaves]
+        for i in range(self._accumulate):
+            parts = [x.tensor_split(self._accumulate)[i] if isinstance(x, Tensor) and x.dim() else x for x in leaves]
             yield pytree.tree_unflatten(parts, structure)
 
     def _parameters(self) -> list[Tensor]:
@@ -250,9 +258,9 @@ class TrainGraph:
         for x in leaves:
             if not isinstance(x, Tensor) and type(x) not in NUMBERS:
                 raise TypeError(f"a batch holds tensors, numbers and strings, got {type(x).__name__}")
-            if isinstance(x, Tensor) and x.dim() and x.shape[0] % self.accumulate:
+            if isinstance(x, Tensor) and x.dim() and x.shape[0] % self._accumulate:
                 raise ValueError(
-                    f"accumulate={self.accumulate} does not divide the first dimension of a tensor of the batch, "
+                    f"accumulate={self._accumulate} does not divide the first dimension of a tensor of the batch, "
                     f"of shape {tuple(x.shape)}"
                 )
 
@@ -261,6 +269,10 @@ class TrainGraph:
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
+            inputs = [x for shape in self._shapes.values() if shape is not None for x in shape.inputs]
+            for x in (*inputs, *self._rates):
+                if isinstance(x, Tensor):
+                    x.record_stream(stream)
         self._stream = stream
 
     @torch.no_grad()
@@ -336,7 +348,10 @@ def _drop_gradients(parameters: list[Tensor]) -> None:
 
 
 def _free_captured_loops() -> None:
-    """Frees what the eager step left in the ops: a graph has its own memory for that."""
-    launch = sys.modules.get(f"{__package__.rpartition('.')[0]}.ops.launch")
-    if launch is not None:  # eager calls of the ops have run on a GPU
-        launch.free_captured_loops()
+    """Frees the step loops that eager calls of the ops have captured, those of others in this process too, and waits
+    for those that still run: a graph has its own memory for that."""
+    if importlib.util.find_spec("triton") is None:  # without it, nothing has captured one
+        return
+    from ..ops.launch import free_captured_loops
+
+    free_captured_loops()

@@ -109,7 +109,11 @@ class PythonGraph:
                 old.copy_(new)
 
 
-@pytest.fixture(params=["eager", "python graphs", pytest.param("cuda graphs", marks=needs_gpu)])
+WAYS = ["eager", "python graphs", pytest.param("cuda graphs", marks=needs_gpu)]
+capturing = pytest.mark.parametrize("way", WAYS[1:], indirect=True)
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     if request.param != "python graphs":
         return Way("cuda" if request.param == "cuda graphs" else "cpu", request.param == "cuda graphs")
@@ -419,6 +423,7 @@ class Replacing(Model):
         return super().forward(x)
 
 
+@capturing
 @pytest.mark.parametrize("kind", [Counting, Replacing])
 def test_a_step_that_changes_python_is_refused(way: Way, kind: type[Model]) -> None:
     model = kind().to(way.device)
@@ -428,9 +433,6 @@ def test_a_step_that_changes_python_is_refused(way: Way, kind: type[Model]) -> N
     first, second = way.batches(2)
     graph.step(first)
     before, kept = everything(model, optimizer), vars(model).copy()
-    if not way.captures:
-        graph.step(second)
-        return
     with pytest.raises(CaptureError, match="the step itself changes a parameter, buffer or attribute of"):
         graph.step(second)
     assert_same_bits(everything(model, optimizer), before)
@@ -438,6 +440,7 @@ def test_a_step_that_changes_python_is_refused(way: Way, kind: type[Model]) -> N
     plain_step(model, optimizer, second)
 
 
+@capturing
 def test_a_failed_capture_leaves_everything_usable(way: Way) -> None:
     pair = Pair(way)
     batches = way.batches(6)
@@ -452,9 +455,7 @@ def test_a_failed_capture_leaves_everything_usable(way: Way) -> None:
             loss.item()
         return loss
 
-    if not way.captures:
-        return
-    pair.graph.loss_fn = waiting_loss
+    pair.graph._loss_fn = waiting_loss
     before = everything(pair.model, pair.optimizer)
     for _ in range(2):
         with pytest.raises(CaptureError, match="item"):
@@ -548,6 +549,68 @@ def test_a_compiled_model(way: Way) -> None:
     assert compilations == compilations[:1] * 6
     assert graph.captured == way.captures
     assert_same_bits(everything(model, optimizers[0]), everything(twin, optimizers[1]))
+
+
+def test_what_a_capture_has_taken_cannot_be_set(way: Way) -> None:
+    """What is public is looked at in every step."""
+    public = {name for name in vars(Pair(way).graph) if not name.startswith("_")}
+    assert public == {"model", "optimizer", "max_graphs", "device"}
+
+
+class Silent:
+    """What stands for a CUDA graph, of whose writes PyTorch sees nothing."""
+
+    def replay(self) -> None: ...
+
+
+@pytest.mark.parametrize("way", WAYS[1:2], indirect=True)
+def test_a_replay_counts_as_a_write(way: Way) -> None:
+    """So that autograd does not take what it saved before the step for what is there after it."""
+    pair = Pair(way)
+    for batch in way.batches(2):
+        pair.step(batch)
+    shape = next(iter(pair.graph._shapes.values()))
+    shape.step = Captured(Silent(), shape.step.result)
+    read = [pair.model.layer.Wo.weight, pair.model.norm.running_mean]
+    x = torch.ones(12, requires_grad=True)
+    products = [x * y for y in read]
+    pair.graph.step(batch)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+class Recorded(Tensor):
+    """A tensor that tells on which streams it is said to be used."""
+
+    streams: list[Any]
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+def test_what_a_step_reads_is_kept_for_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is not taken by others while the step still runs on another stream than it was made on."""
+    waited: list[tuple[Any, Any]] = []
+
+    @dataclass
+    class Stream:
+        name: str
+
+        def wait_stream(self, other: Any) -> None:
+            waited.append((self.name, other.name))
+
+    model = Model()
+    graph = TrainGraph(model, loss_fn, torch.optim.SGD(model.parameters()))
+    used = [torch.zeros(2).as_subclass(Recorded) for _ in range(2)]
+    for x in used:
+        x.streams = []
+    graph._shapes = {1: None, 2: train._Shape([used[0], "text"], [], Captured(Silent(), ()))}
+    graph._rates = [used[1]]
+    for name in "aab":
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: Stream(name))
+        graph._follow_stream()
+    assert waited == [("b", "a")] and [x.streams for x in used] == [[Stream("b")]] * 2
 
 
 # What is refused
