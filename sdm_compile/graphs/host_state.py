@@ -7,32 +7,61 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .capture import numeric_settings
+from .capture import PARTS, numeric_settings
 
-NUMBERS = frozenset((bool, int, float, complex, str, type(None)))
+PLAIN_TYPES = frozenset((bool, int, float, complex, str, type(None)))
+NESTS = (dict, OrderedDict, list, tuple)
+
+Attribute = tuple[int, str]  # the id of a module, and the name
 
 
-def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer, outputs: Set[Attribute] = frozenset()) -> list[Any]:
     """Everything that is compared, in the order of `_names`. For 44 modules with 51 parameters it takes 0.2 ms.
 
     Of a module, its parameters and buffers and those of its attributes that are numbers or strings, `training` among
-    them; of the optimizer, the settings of each group and the state of each parameter.
+    them; of the optimizer, the settings of each group and the state of each parameter; at last `tensor_attributes`,
+    without those in which the step leaves something.
     """
-    modules = [_of_module(module) for module in model.modules()]
+    modules = list(model.modules())
     groups = [_of_value({**group, "params": [*map(id, group["params"])]}) for group in optimizer.param_groups]
     state = [
         x.data_ptr() if isinstance(x, Tensor) and not _on_host(x) else _of_value(x)
         for values in optimizer.state.values()
         for x in values.values()
     ]
-    return [numeric_settings("cuda"), *modules, *groups, state]
+    attributes = {key: x for key, x in tensor_attributes(modules).items() if key not in outputs}
+    return [numeric_settings("cuda"), *map(_of_module, modules), *groups, state, attributes]
+
+
+def tensor_attributes(modules: Iterable[nn.Module]) -> dict[Attribute, list[Any]]:
+    """What stands for the tensors in attributes of modules: in lists, tuples and dicts too, but no parameters and
+    buffers."""
+    found = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            kind = type(value)
+            if kind in PLAIN_TYPES or (kind in NESTS and not value) or name in PARTS or kind is set:
+                continue  # nearly all, and this runs before every step
+            tensors = [_of_tensor(x) if x.layout is torch.strided else id(x) for x in _tensors_in(value)]
+            if tensors:
+                found[id(module), name] = tensors
+    return found
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, NESTS):
+        return []
+    return [x for part in (value.values() if isinstance(value, dict) else value) for x in _tensors_in(part)]
 
 
 def difference(before: list[Any], after: list[Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -52,10 +81,11 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
     for i in range(len(optimizer.param_groups)):
         yield f"a setting of the optimizer's group {i}, other than lr"
     yield "the optimizer's state, by tensors that were replaced or numbers that are kept on the host"
+    yield "a tensor in an attribute of a module, other than its parameters and buffers"
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
-    values = [value for value in vars(module).values() if type(value) in NUMBERS]
+    values = [value for value in vars(module).values() if type(value) in PLAIN_TYPES]
     tensors = [_of_tensor(x) for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
     return id(module), values, tensors
 
@@ -72,7 +102,7 @@ def _of_value(value: Any) -> Any:
         return {key: _of_value(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [_of_value(x) for x in value]
-    return value if type(value) in NUMBERS else id(value)
+    return value if type(value) in PLAIN_TYPES else id(value)
 
 
 @contextmanager

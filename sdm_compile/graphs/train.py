@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .capture import Captured, CaptureError, capture, refuse_while_capturing
-from .host_state import NUMBERS, difference, fingerprint, restored_on_failure
+from .host_state import PLAIN_TYPES, Attribute, difference, fingerprint, restored_on_failure, tensor_attributes
 
 RESTLESS = 3  # steps in a row before each of which something changed, after which a warning says so
 
@@ -48,10 +48,12 @@ class TrainGraph:
     On a GPU a shape's first step is eager, the second is captured. From then on Python runs no more, so what a step
     does must not depend on Python's state. Changes of the following are noticed, and are followed by an eager step and
     another capture: parameters and buffers that were replaced, `requires_grad`, attributes of modules that are numbers
-    or strings (`training` is one), settings of the optimizer, its state after `load_state_dict`, and PyTorch's settings
-    of precision and determinism. Values in tensors are read by the replay, so loading weights needs no new capture.
-    After a change of anything else (an attribute that is an object, what `loss_fn` closes over) call `reset()`. A
-    tensor that one step hands to the next has to be a buffer or a parameter that is changed in place.
+    or strings (`training` is one), tensors in their attributes and in lists, tuples and dicts there, settings of the
+    optimizer, its state after `load_state_dict`, and PyTorch's settings of precision and determinism. Values in tensors
+    are read by the replay, so loading weights needs no new capture. After a change of anything else (an attribute that
+    is an object, what `loss_fn` closes over) call `reset()`. An attribute in which a step leaves a new tensor holds
+    that of the latest capture, to which the replays of that shape write; but a tensor that one step hands to the next
+    has to be changed in place.
 
     Learning rates are free to change, by a scheduler or by hand: on a GPU each group's `lr` becomes a float32 tensor
     there, and a number that is put in its place is copied into it, rounded, before the step.
@@ -100,6 +102,7 @@ class TrainGraph:
         self._shapes: dict[Any, _Shape | None] = {}  # by shape; None: had its eager step
         self._pool: Any = None  # the graphs' memory; a capture that failed leaves another one to the next
         self._fingerprint: list[Any] = []  # after the latest eager step; empty: there was none
+        self._outputs: set[Attribute] = set()  # in which a step leaves tensors, as its replays do
         self._changes = 0  # how many steps in a row something changed before
         self._warned: set[str] = set()
         self._stream: torch.cuda.Stream | None = None  # of the latest step
@@ -165,9 +168,10 @@ class TrainGraph:
                 captured = self._shapes[shape] = self._capture(leaves, structure)
             return self._replay(captured, leaves)
         loss = self._eager(leaves, structure)
-        now = fingerprint(self.model, self.optimizer)
+        now = fingerprint(self.model, self.optimizer, self._outputs)
         if now != self._fingerprint:  # by this step: graphs of other shapes are of what was before
-            self.reset()
+            if self.captured or now[:-1] != self._fingerprint[:-1]:
+                self.reset()
             self._fingerprint = now
         if len(self._shapes) < self.max_graphs:
             self._shapes[shape] = None
@@ -202,7 +206,9 @@ class TrainGraph:
         _free_captured_loops()
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
         with restored_on_failure(self.model, self.optimizer):
+            attributes = tensor_attributes(self.model.modules())
             step = capture(lambda: self._run(batch), self.device, pool)
+            self._leave_out(attributes, tensor_attributes(self.model.modules()))
             changed = self._changed()
             if changed:
                 raise CaptureError(
@@ -256,7 +262,7 @@ class TrainGraph:
 
     def _check_leaves(self, leaves: list[Any]) -> None:
         for x in leaves:
-            if not isinstance(x, Tensor) and type(x) not in NUMBERS:
+            if not isinstance(x, Tensor) and type(x) not in PLAIN_TYPES:
                 raise TypeError(f"a batch holds tensors, numbers and strings, got {type(x).__name__}")
             if isinstance(x, Tensor) and x.dim() and x.shape[0] % self._accumulate:
                 raise ValueError(
@@ -302,9 +308,15 @@ class TrainGraph:
             message = f"every step runs eagerly, as before each of the last {RESTLESS} something changed: {changed}"
             self._warn(message, stacklevel=5)
 
+    def _leave_out(self, before: dict[Attribute, Any], after: dict[Attribute, Any]) -> None:
+        """Compares no longer the attributes that the step itself has replaced."""
+        self._outputs |= {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+        for key in self._outputs:
+            self._fingerprint[-1].pop(key, None)
+
     def _changed(self) -> str | None:
         """What changed since the latest eager step, in words."""
-        now = fingerprint(self.model, self.optimizer)
+        now = fingerprint(self.model, self.optimizer, self._outputs)
         return difference(self._fingerprint, now, self.model, self.optimizer)
 
     def _warn(self, message: str, stacklevel: int) -> None:

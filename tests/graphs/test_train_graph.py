@@ -40,8 +40,14 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(DIM)
         self.layer = SparseDeltaMemory(config)
         self.dropout = nn.Dropout(0.1)
+        self.scales = [torch.ones(DIM)]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        self.scales = [fn(x) for x in self.scales]
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scales[0]
         x = self.norm(x.transpose(1, 2)).transpose(1, 2)
         return self.dropout(self.layer(x)[0])
 
@@ -327,6 +333,8 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "a buffer": lambda model, optimizer: setattr(model.norm, "running_mean", model.norm.running_mean + 1),
     "a submodule": lambda model, optimizer: setattr(model, "dropout", nn.Identity()),
     "the optimizer's state": lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "a tensor in an attribute": lambda model, optimizer: model.scales.insert(0, model.scales[0] * 2),
+    "a new attribute": lambda model, optimizer: setattr(model, "mask", [torch.ones(3)]),
     "determinism": lambda model, optimizer: torch.use_deterministic_algorithms(False),
 }
 
@@ -507,6 +515,54 @@ def test_an_eager_step_may_make_other_graphs_stale(way: Way) -> None:
         torch.manual_seed(i)
         assert_same_bits([loss], plain_step(models[1], optimizers[1], batch))
     assert graph.captured == 2 * way.captures
+
+
+def test_a_table_that_grows_makes_other_graphs_stale(way: Way) -> None:
+    class Tables(Model):
+        table = torch.zeros(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] > len(self.table):
+                self.table = torch.arange(x.shape[1], device=x.device)[:, None] / 10
+            return super().forward(x + self.table[: x.shape[1]])
+
+    model = Tables().to(way.device)
+    way.models.append(model)
+    graph = TrainGraph(model, loss_fn, way.optimizer(model))
+    short, long = way.batches(3), way.batches(3, tokens=17)
+    captured = []
+    for batch in (*short[:2], *long[:2], *short, *long):
+        graph.step(batch)
+        captured.append(graph.captured)
+    assert captured == [n * way.captures for n in (0, 1, 0, 1, 1, 2, 2, 2, 2, 2)]
+
+
+class Leaving(Model):
+    """Its forward leaves results in attributes: for the loss, and for others to look at."""
+
+    penalty = latest = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.penalty, self.latest = y.square().mean(), y.detach()
+        return y + self.penalty
+
+
+def test_a_step_may_leave_tensors_in_attributes(way: Way) -> None:
+    models = [Leaving().to(way.device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    way.models += models
+    optimizers = [way.optimizer(model) for model in models]
+    graph = TrainGraph(models[0], loss_fn, optimizers[0])
+    captured = []
+    for i, batch in enumerate([x for pair in zip(way.batches(4), way.batches(4, 17), strict=True) for x in pair]):
+        torch.manual_seed(i)
+        loss = graph.step(batch)
+        torch.manual_seed(i)
+        assert_same_bits([loss], plain_step(models[1], optimizers[1], batch))
+        captured.append(graph.captured)
+    assert captured == [n * way.captures for n in (0, 0, 1, 2, 2, 2, 2, 2)]
+    assert_same_bits([models[0].latest], [models[1].latest])
 
 
 def test_a_failed_step_leaves_no_gradients(way: Way) -> None:
