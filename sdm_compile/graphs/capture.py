@@ -83,8 +83,9 @@ def capture(call: Callable[[], T], device: torch.device, pool: Pool) -> Captured
         pool: which memory the graph uses; graphs that share one must not be replayed at the same time, and what one
             returned holds until the other's replay.
     Raises:
-        CaptureError: the callable raised, or did what cannot be captured. The capture has ended then, and the device,
-            its streams and its random numbers can be used as before.
+        CaptureError: the callable raised, or did what cannot be captured, or no capture can begin. It has ended then,
+            and the device, its streams and its random numbers can be used as before, as can graphs in the pool; but
+            the next capture needs another pool.
     """
     graph = torch.cuda.CUDAGraph()
     with _capture_stream(device):
@@ -134,7 +135,13 @@ class _Recording:
 
     def __enter__(self) -> None:
         # Not `torch.cuda.graph`, which synchronises, and leaves a failed capture half open.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except RuntimeError as error:
+            try:
+                self._abandon(began=False)
+            finally:
+                raise CaptureError(f"a capture into a CUDA graph cannot begin: {_reason(error)}") from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -142,36 +149,45 @@ class _Recording:
         try:
             self._graph.capture_end()
         except RuntimeError as ended:
-            self._abandon()
+            self._abandon(began=True)
             error = error or ended
         else:
             if error is not None:
                 self._graph.reset()
         if not isinstance(error, Exception):
             return
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         try:
             raise CaptureError(
-                f"this cannot be captured into a CUDA graph: {reason} (the cause, above, says where). A captured call "
-                "must not wait for the device or copy from it (.item(), .cpu(), printing a tensor, shapes that depend "
-                "on values), nor copy from memory that is not pinned"
+                f"this cannot be captured into a CUDA graph: {_reason(error)} (the cause, above, says where). A "
+                "captured call must not wait for the device or copy from it (.item(), .cpu(), printing a tensor, "
+                "shapes that depend on values), nor copy from memory that is not pinned"
             ) from error
         finally:
             del error  # whose traceback holds this frame, and in those above it tensors of the failed capture
 
-    def _abandon(self) -> None:
-        """Does what PyTorch leaves undone where CUDA cannot end a capture: before 2.14 the pool stays taken and the
-        random generator believes that it is being captured; in some versions allocations still go to the pool."""
+    def _abandon(self, began: bool) -> None:
+        """Does what PyTorch leaves undone where CUDA cannot begin or end a capture.
+
+        Before 2.14 the pool stays taken and the random generator believes that it is being captured; in some versions
+        allocations still go to the pool. In those, the allocator of pinned memory goes on to believe that it is being
+        captured into, which nothing can undo: another capture into the pool cannot begin.
+        """
         index = self._device.index
-        if _was_allocating(index, self._pool):
+        allocating = _was_allocating(index, self._pool)
+        if allocating:
             _abandoned.append(self._graph)
         self._graph.reset()
         if torch.__version__ < "2.14":
-            torch._C._cuda_releasePool(index, self._pool)
+            if began or allocating:  # otherwise it was refused before it took the pool
+                torch._C._cuda_releasePool(index, self._pool)
             x, graph = torch.zeros((), device=self._device), torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             x.zero_()
             graph.capture_end()  # which tells the generator
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _was_allocating(index: int, pool: Pool) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sdm_compile import SDMState
 from sdm_compile.graphs import CaptureError
+from sdm_compile.graphs import capture as capture_module
 from sdm_compile.graphs.capture import Watch, capture, numeric_settings, restored, warm_up
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -211,6 +212,79 @@ def test_tensors_and_random_numbers_are_restored(device: str) -> None:
     assert torch.equal(torch.rand(3), expected[0]) and torch.equal(torch.rand(3, device=device), expected[1])
     assert x[:2].tolist() == [1.0, 0.0] and x[1].signbit() and x[2].isnan()
     assert torch.equal(parameter, torch.ones_like(parameter))
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_capture_that_cannot_begin(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is given back if it was taken, and the generator is told by a capture that begins and ends."""
+    done: list[object] = []
+
+    class Graph:
+        def capture_begin(self, pool: object = None, capture_error_mode: str = "") -> None:
+            done.append(("begin", pool))
+            if pool is not None:
+                raise RuntimeError("operation not permitted\nC++ frames")
+
+        def capture_end(self) -> None:
+            done.append("end")
+
+        def reset(self) -> None:
+            done.append("reset")
+
+    def end_allocating(index: object, pool: object) -> None:
+        if not taken:
+            raise RuntimeError("not currently recording")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    monkeypatch.setattr(capture_module, "_abandoned", [])
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocating, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: done.append(args), raising=False)
+    recording = capture_module._Recording(torch.cuda.CUDAGraph(), torch.device("cuda", 0), (0, 7))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: torch.ones(()))
+    with pytest.raises(CaptureError, match=r"cannot begin: operation not permitted$") as raised, recording:
+        raise AssertionError("the block runs")
+    assert str(raised.value.__cause__).startswith("operation not permitted\n")
+    assert done == [("begin", (0, 7)), "reset", *([(0, (0, 7))] if taken else []), ("begin", None), "end"]
+
+
+@pytest.mark.gpu
+def test_a_refused_capture_leaves_everything_usable() -> None:
+    x = torch.randn(64, 64, device="cuda")
+    alive = run(lambda: x + 1)
+    torch.cuda.manual_seed(3)
+    expected = torch.rand(5, device="cuda")
+    torch.cuda.manual_seed(3)
+    with pytest.raises(CaptureError, match="a capture into a CUDA graph cannot begin: ") as raised:
+        capture(lambda: x + 1, x.device, (1, 1))  # which is nobody's
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert torch.equal(torch.rand(5, device="cuda"), expected)
+    captured = run(lambda: x @ x + torch.rand_like(x))
+    captured.graph.replay()
+    assert (captured.result - x @ x).abs().max() <= 1.001
+    alive.graph.replay()
+    assert torch.equal(alive.result, x + 1)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_beside_a_graph_in_its_pool() -> None:
+    """The graph goes on; whether another capture into the pool can begin depends on PyTorch, and is a CaptureError."""
+    x, pool = torch.randn(64, 64, device="cuda"), torch.cuda.graph_pool_handle()
+    warm_up(lambda: x @ x, x.device)
+    alive = capture(lambda: x @ x, x.device, pool)
+    for _ in range(2):
+        with pytest.raises(CaptureError):
+            capture(lambda: Failures.draws_and_waits(x), x.device, pool)
+        alive.graph.replay()
+        assert torch.equal(alive.result, x @ x)
+    if torch.__version__ >= "2.12":
+        capture(lambda: x + 1, x.device, pool).graph.replay()
+    else:
+        with pytest.raises(CaptureError, match=r"cannot begin: .*already recording"):
+            capture(lambda: x + 1, x.device, pool)
+    captured = run(lambda: x @ x + torch.rand_like(x))
+    captured.graph.replay()
+    assert (captured.result - x @ x).abs().max() <= 1.001
 
 
 def run(call: Callable[[], Any]) -> Any:

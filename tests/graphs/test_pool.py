@@ -70,7 +70,7 @@ def numbers(pool: StatePool[dict[str, Any]]) -> list[int]:
 # The books and the copies
 
 
-def test_entries_are_handed_out_and_taken_back():
+def test_entries_are_handed_out_and_taken_back() -> None:
     pool = numbered_pool()
     addresses = [leaf.data_ptr() for leaf in pytree.tree_leaves(pool.state)]
     assert pool.capacity == 5 and pool.held == ()
@@ -92,7 +92,7 @@ def fill(pool: StatePool[dict[str, Any]], **values: int) -> None:
         pool.state["position"][entry] = value
 
 
-def test_reset_copy_and_fork_touch_one_entry():
+def test_reset_copy_and_fork_touch_one_entry() -> None:
     pool = numbered_pool()
     for _ in range(3):
         pool.acquire()
@@ -124,7 +124,9 @@ def test_reset_copy_and_fork_touch_one_entry():
         (lambda pool: pool.at([2, -1, 0, 2]), ValueError, r"entries are \[2, -1, 0, 2\]; two rows of a batch"),
     ],
 )
-def test_misuse_is_refused_before_anything_is_written(action, error, message):
+def test_misuse_is_refused_before_anything_is_written(
+    action: Callable[[StatePool[Any]], Any], error: type[Exception], message: str
+) -> None:
     pool = numbered_pool()
     for _ in range(3):
         pool.acquire()
@@ -134,7 +136,7 @@ def test_misuse_is_refused_before_anything_is_written(action, error, message):
     assert numbers(pool) == [7, 8, 9, 4, 5] and pool.held == (0, 1, 2)
 
 
-def test_a_released_entry_is_released_once_and_a_fork_needs_room():
+def test_a_released_entry_is_released_once_and_a_fork_needs_room() -> None:
     pool = numbered_pool(2)
     pool.acquire()
     pool.acquire()
@@ -147,7 +149,7 @@ def test_a_released_entry_is_released_once_and_a_fork_needs_room():
     assert numbers(pool) == [7, 8]
 
 
-def test_at_chooses_entries_of_every_state_in_the_tree():
+def test_at_chooses_entries_of_every_state_in_the_tree() -> None:
     states = (SDMState(torch.zeros(8, 3)), [SDMState(torch.zeros(12, 2))])
     pool = StatePool(states, (SDMState(torch.zeros(2, 3)), [SDMState(torch.zeros(3, 2))]))
     one, two = pool.acquire(), pool.acquire()
@@ -184,12 +186,12 @@ def state_of(*shape: int, **options: Any) -> SDMState:
         (state_of(8, 3).at(torch.arange(4)), state_of(2, 3).at(torch.arange(1)), "chosen entries"),
     ],
 )
-def test_what_no_pool_can_be_made_of(state, initial, message):
+def test_what_no_pool_can_be_made_of(state: Any, initial: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StatePool(state, initial)
 
 
-def test_the_pool_keeps_its_own_initial_rows_outside_the_graph():
+def test_the_pool_keeps_its_own_initial_rows_outside_the_graph() -> None:
     layer = make_layer("cpu")
     initial, state = layer.init_state(1), layer.init_state(3)
     pool = StatePool(state, initial)
@@ -359,7 +361,7 @@ def emptied(state: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", BANKS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_ops_serve_each_request_as_if_it_were_alone(device, dtype):
+def test_ops_serve_each_request_as_if_it_were_alone(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     initial = SDMState(torch.randn(HEADS * SLOTS, DIM).to(device, dtype))
     pool = StatePool(emptied(SDMState(initial.bank.repeat(CAPACITY, 1))), initial)
@@ -373,7 +375,7 @@ def test_ops_serve_each_request_as_if_it_were_alone(device, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["layer", "model"])
 @torch.no_grad()
-def test_modules_serve_each_request_as_if_it_were_alone(kind, device, dtype):
+def test_modules_serve_each_request_as_if_it_were_alone(kind: str, device: str, dtype: torch.dtype) -> None:
     """To rounding, as library matmuls depend on the size of the batch; the chosen slots agree exactly."""
     if kind == "layer":
         module = make_layer(device)
@@ -401,7 +403,7 @@ def test_modules_serve_each_request_as_if_it_were_alone(kind, device, dtype):
 @pytest.mark.parametrize("dtype", BANKS, ids=str)
 @pytest.mark.parametrize("kind", ["layer", "model"])
 @torch.no_grad()
-def test_one_captured_step_serves_every_entry(kind, dtype):
+def test_one_captured_step_serves_every_entry(kind: str, dtype: torch.dtype) -> None:
     """Entries and inputs change between replays, entries are reset, copied and forked: the bits are those of eager."""
     device = "cuda"
     module: torch.nn.Module = make_layer(device) if kind == "layer" else make_model(device)
@@ -459,7 +461,7 @@ def test_one_captured_step_serves_every_entry(kind, dtype):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_copies_do_not_wait_for_the_device():
+def test_copies_do_not_wait_for_the_device() -> None:
     module = make_model("cuda")
     pool = StatePool(module.init_state(CAPACITY), module.init_state(1))
     entries = torch.tensor([0, -1], device="cuda")
@@ -482,7 +484,7 @@ def test_copies_do_not_wait_for_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 6])
 @torch.no_grad()
-def test_an_entry_beyond_the_pool_is_padding_on_cuda(tokens):
+def test_an_entry_beyond_the_pool_is_padding_on_cuda(tokens: int) -> None:
     module = make_model("cuda")
     pool, other = (StatePool(module.init_state(CAPACITY), module.init_state(1)) for _ in range(2))
     x = torch.randint(256, (5, tokens), device="cuda")
