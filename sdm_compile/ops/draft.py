@@ -73,7 +73,7 @@ def _draft_cpu(
         readings[:, t], written = decode_tokens(small, *inputs)
         slots[:, t] = torch.where(written, k_idx[:, t], -1)
         new_rows[:, t] = load_rows(small, torch.where(written, k_place[:, t], -1), memory.dtype)
-    _record("draft", "cpu", memory, k_idx, q_idx)
+    _record("cpu", memory, k_idx, q_idx)
     return outs
 
 
@@ -86,7 +86,7 @@ def _draft_cuda(
     _check_draft(memory, *inputs)
     outs = _empty_draft_outputs(memory, k_idx)
     launch_draft(memory.contiguous(), [x.contiguous() for x in inputs], *outs, repeat_count(memory.device))
-    _record("draft", "triton", memory, k_idx, q_idx)
+    _record("triton", memory, k_idx, q_idx)
     return outs
 
 
@@ -97,11 +97,11 @@ def _draft_fake(
     return _empty_draft_outputs(memory, k_idx)
 
 
-def _record(op: str, route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> None:
+def _record(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> None:
     streams, tokens, _ = k_idx.shape
     record(
         "decode",
-        replace(token_dispatch(route, memory, k_idx, q_idx), op=op, streams=streams, tokens=tokens, steps=tokens),
+        replace(token_dispatch(route, memory, k_idx, q_idx), op="draft", streams=streams, tokens=tokens, steps=tokens),
     )
 
 
