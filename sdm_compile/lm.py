@@ -72,7 +72,7 @@ class LMConfig:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class LMState:
     """Decode state of a LanguageModel, a pytree.
 
@@ -275,6 +275,7 @@ class LanguageModel(nn.Module):
         entries = None if state.entries is None else state.entries.clone()
         return self.head(self.norm(x)), LMPending(memories, windows, entries)
 
+    @torch.no_grad()
     def commit_(self, state: LMState, pending: LMPending, accepted: Tensor) -> None:
         """Advances the state in place by the first so many tokens of a draft.
 

@@ -232,6 +232,29 @@ def test_a_commit_that_cannot_be_leaves_every_layer_alone(model: LanguageModel, 
         torch.testing.assert_close(leaf, before, rtol=0, atol=0)
 
 
+def test_a_commit_is_whole_whatever_the_mode(tokens: torch.Tensor) -> None:
+    """Drafts made with grad mode on, of a model whose first layer is frozen; and a bank of inference mode's own."""
+    model = LanguageModel(CONFIG)
+    for p in (*model.embedding.parameters(), *next(iter(model.blocks)).parameters()):
+        p.requires_grad_(False)
+    with torch.no_grad():
+        state, other = model.init_state(2), model.init_state(2)
+        _, pending = model.draft(tokens[:, :4], other)
+        model.commit_(other, pending, torch.tensor([3, 1]))
+    _, pending = model.draft(tokens[:, :4], state)
+    model.commit_(state, pending, torch.tensor([3, 1]))
+    for leaf, expected in zip(pytree.tree_leaves(state), pytree.tree_leaves(other), strict=True):
+        torch.testing.assert_close(leaf, expected, rtol=0, atol=0)
+    with torch.inference_mode():
+        state.memories[1] = state.memories[1].clone()
+        _, pending = model.draft(tokens[:, 4:8], state)
+    before = [leaf.clone() for leaf in pytree.tree_leaves(state)]
+    with pytest.raises(RuntimeError, match=r"made under torch\.inference_mode"):
+        model.commit_(state, pending, torch.tensor([3, 1]))
+    for leaf, kept in zip(pytree.tree_leaves(state), before, strict=True):
+        torch.testing.assert_close(leaf, kept, rtol=0, atol=0)
+
+
 @torch.no_grad()
 def test_draft_and_commit_compile(model: LanguageModel, tokens: torch.Tensor) -> None:
     draft = torch.compile(model.draft, fullgraph=True, backend="aot_eager")

@@ -169,8 +169,13 @@ class _BankMark(NamedTuple):
 
 
 def _mark(memory: Tensor) -> _BankMark | None:
-    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then."""
+    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then.
+
+    A tensor that functorch wraps, in vmap or grad, has no address.
+    """
     if torch.compiler.is_compiling() or isinstance(memory, FakeTensor):
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(memory):
         return None
     if current_situation(memory.device) is not Situation.EAGER:
         return None
@@ -196,11 +201,16 @@ class SDMPending:
         """Raises where `memory` is not the bank of the draft, or was written to since, as far as this can be known.
 
         Raises:
-            ValueError: another bank. RuntimeError: the bank has changed.
+            ValueError: another bank. RuntimeError: the bank has changed, or was made in inference mode, which is over.
         """
         now = _mark(memory)
         if now is None or self.bank is None:  # in this order, so that a tracer reads no number that it would guard
             return
+        if now.version is None and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "memory was made under torch.inference_mode() and cannot be updated outside it: clone it first, or "
+                "make it outside inference mode"
+            )
         if now[:2] != self.bank[:2]:
             raise ValueError(
                 f"memory of shape {now.shape} at {now.address:#x} is not the bank of the draft, which has shape "
@@ -218,11 +228,24 @@ def _unflatten(leaves: Iterable[Any], bank: Any) -> SDMPending:
     return SDMPending(new_rows, slots, bank)
 
 
+def _flatten(pending: SDMPending) -> tuple[list[Tensor], _BankMark | None]:
+    return [pending.new_rows, pending.slots], pending.bank
+
+
+def _flatten_with_keys(pending: SDMPending) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], _BankMark | None]:
+    keys: list[pytree.KeyEntry] = [pytree.GetAttrKey(name) for name in ("new_rows", "slots")]
+    leaves, bank = _flatten(pending)
+    return list(zip(keys, leaves, strict=True)), bank
+
+
 pytree.register_pytree_node(
     SDMPending,
-    lambda pending: ([pending.new_rows, pending.slots], pending.bank),
+    _flatten,
     _unflatten,
     serialized_type_name="sdm_compile.SDMPending",
+    to_dumpable_context=lambda bank: bank and list(bank),
+    from_dumpable_context=lambda kept: kept and _BankMark(kept[0], tuple(kept[1]), kept[2]),
+    flatten_with_keys_fn=_flatten_with_keys,
 )
 
 
