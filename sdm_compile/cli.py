@@ -6,6 +6,7 @@ import argparse
 import io
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -226,6 +227,9 @@ def _new_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
     corpus = Corpus.load(config.text)
     corpus.batch(0, config.seed, config.batch, config.length)  # the text holds a window
     trainer = Trainer(LMConfig(**_given(args, LMConfig)), config, pick_device(args.device))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):  # a checkpoint can be written there
+        pass
     if path.exists():
         kept = path.with_name(f"previous-{path.name}")
         path.replace(kept)

@@ -157,6 +157,7 @@ class SparseDeltaMemory(nn.Module):
         readings, pending = sdm_draft(state.bank, *inputs)
         return self._output(readings.to(inputs[2].dtype), x), pending
 
+    @torch.no_grad()
     def commit_(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Advances the state in place by the first so many tokens of a draft.
 

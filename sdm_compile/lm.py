@@ -72,7 +72,7 @@ class LMConfig:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class LMState:
     """Decode state of a LanguageModel, a pytree.
 
@@ -102,10 +102,12 @@ class LMPending:
     Args:
         memories: one SDMPending per block.
         windows: per block [B, conv_width - 1 + T, dim], the inputs of its convolution: a tail and the drafted tokens.
+        entries: [B] int64, a copy of those of the drafted state, if it has any.
     """
 
     memories: list[SDMPending]
     windows: list[Tensor]
+    entries: Tensor | None = None
 
 
 pytree.register_dataclass(LMPending, serialized_type_name="sdm_compile.LMPending")
@@ -273,18 +275,21 @@ class LanguageModel(nn.Module):
             x, window, pending = block.draft(x, tail, memory.at(state.entries))
             memories.append(pending)
             windows.append(window)
-        return self.head(self.norm(x)), LMPending(memories, windows)
+        entries = None if state.entries is None else state.entries.clone()
+        return self.head(self.norm(x)), LMPending(memories, windows, entries)
 
+    @torch.no_grad()
     def commit_(self, state: LMState, pending: LMPending, accepted: Tensor) -> None:
         """Advances the state in place by the first so many tokens of a draft.
 
         Args:
-            state: the draft's, unchanged since.
+            state: the draft's, unchanged since but for its entries: those of the draft count.
             pending: what `draft` returned.
             accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
         Raises:
             ValueError, RuntimeError: see `sdm_commit_`. Nothing has been written then.
         """
+        state = state.at(pending.entries)
         self._check_state(state, pending.windows[0].shape[0])
         memories = [memory.at(state.entries) for memory in state.memories]
         for block, memory, rows in zip(self._blocks(), memories, pending.memories, strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
+from sdm_compile.ops.repeats import repeat_count
 from sdm_compile.ops.write_read_cuda import Saving
 
 
@@ -39,7 +40,8 @@ def forward(
         patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab),
         patch.object(write_read_cuda, "writes_by_token", lambda *args: by_token),
     ):
-        _run(list(write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving)))
+        loops = write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving, repeat_count(bank.device))
+        _run(list(loops))
 
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:

@@ -189,6 +189,8 @@ def test_refusals(text: Path, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             main(arguments)
     assert not out.exists()
+    with pytest.raises(SystemExit, match=r"error: .*File exists"):
+        main(settings(text, text))
 
 
 # Checkpoints

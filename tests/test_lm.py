@@ -204,6 +204,8 @@ def test_drafts_in_a_pool(model: LanguageModel, tokens: torch.Tensor) -> None:
     expected, pending = model.draft(tokens[:, 7:11], alone)
     model.commit_(alone, pending, counts)
     got, pending = model.draft(padded[:, 7:11], chosen)
+    assert chosen.entries is not None
+    chosen.entries.copy_(torch.tensor([0, 2, 4]))  # the next step's: the commit goes by the draft's
     model.commit_(chosen, pending, torch.tensor([3, 4, 1]))
     torch.testing.assert_close(got[::2], expected, rtol=1e-11, atol=1e-11)
     fresh = model.init_state(1)
@@ -228,6 +230,29 @@ def test_a_commit_that_cannot_be_leaves_every_layer_alone(model: LanguageModel, 
         model.commit_(model.init_state(3), pending, torch.tensor([1, 2]))
     for leaf, before in zip(pytree.tree_leaves(state), kept, strict=True):
         torch.testing.assert_close(leaf, before, rtol=0, atol=0)
+
+
+def test_a_commit_is_whole_whatever_the_mode(tokens: torch.Tensor) -> None:
+    """Drafts made with grad mode on, of a model whose first layer is frozen; and a bank of inference mode's own."""
+    model = LanguageModel(CONFIG)
+    for p in (*model.embedding.parameters(), *next(iter(model.blocks)).parameters()):
+        p.requires_grad_(False)
+    with torch.no_grad():
+        state, other = model.init_state(2), model.init_state(2)
+        _, pending = model.draft(tokens[:, :4], other)
+        model.commit_(other, pending, torch.tensor([3, 1]))
+    _, pending = model.draft(tokens[:, :4], state)
+    model.commit_(state, pending, torch.tensor([3, 1]))
+    for leaf, expected in zip(pytree.tree_leaves(state), pytree.tree_leaves(other), strict=True):
+        torch.testing.assert_close(leaf, expected, rtol=0, atol=0)
+    with torch.inference_mode():
+        state.memories[1] = state.memories[1].clone()
+        _, pending = model.draft(tokens[:, 4:8], state)
+    before = [leaf.clone() for leaf in pytree.tree_leaves(state)]
+    with pytest.raises(RuntimeError, match=r"made under torch\.inference_mode"):
+        model.commit_(state, pending, torch.tensor([3, 1]))
+    for leaf, kept in zip(pytree.tree_leaves(state), before, strict=True):
+        torch.testing.assert_close(leaf, kept, rtol=0, atol=0)
 
 
 @torch.no_grad()

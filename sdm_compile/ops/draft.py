@@ -73,7 +73,7 @@ def _draft_cpu(
         readings[:, t], written = decode_tokens(small, *inputs)
         slots[:, t] = torch.where(written, k_idx[:, t], -1)
         new_rows[:, t] = load_rows(small, torch.where(written, k_place[:, t], -1), memory.dtype)
-    _record("draft", "cpu", memory, k_idx, q_idx)
+    _record("cpu", memory, k_idx, q_idx)
     return outs
 
 
@@ -86,7 +86,7 @@ def _draft_cuda(
     _check_draft(memory, *inputs)
     outs = _empty_draft_outputs(memory, k_idx)
     launch_draft(memory.contiguous(), [x.contiguous() for x in inputs], *outs, repeat_count(memory.device))
-    _record("draft", "triton", memory, k_idx, q_idx)
+    _record("triton", memory, k_idx, q_idx)
     return outs
 
 
@@ -97,11 +97,11 @@ def _draft_fake(
     return _empty_draft_outputs(memory, k_idx)
 
 
-def _record(op: str, route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> None:
+def _record(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> None:
     streams, tokens, _ = k_idx.shape
     record(
         "decode",
-        replace(token_dispatch(route, memory, k_idx, q_idx), op=op, streams=streams, tokens=tokens, steps=tokens),
+        replace(token_dispatch(route, memory, k_idx, q_idx), op="draft", streams=streams, tokens=tokens, steps=tokens),
     )
 
 
@@ -169,8 +169,13 @@ class _BankMark(NamedTuple):
 
 
 def _mark(memory: Tensor) -> _BankMark | None:
-    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then."""
+    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then.
+
+    A tensor that functorch wraps, in vmap or grad, has no address.
+    """
     if torch.compiler.is_compiling() or isinstance(memory, FakeTensor):
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(memory):
         return None
     if current_situation(memory.device) is not Situation.EAGER:
         return None
@@ -196,11 +201,16 @@ class SDMPending:
         """Raises where `memory` is not the bank of the draft, or was written to since, as far as this can be known.
 
         Raises:
-            ValueError: another bank. RuntimeError: the bank has changed.
+            ValueError: another bank. RuntimeError: the bank has changed, or was made in inference mode, which is over.
         """
         now = _mark(memory)
         if now is None or self.bank is None:  # in this order, so that a tracer reads no number that it would guard
             return
+        if now.version is None and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "memory was made under torch.inference_mode() and cannot be updated outside it: clone it first, or "
+                "make it outside inference mode"
+            )
         if now[:2] != self.bank[:2]:
             raise ValueError(
                 f"memory of shape {now.shape} at {now.address:#x} is not the bank of the draft, which has shape "
@@ -218,11 +228,24 @@ def _unflatten(leaves: Iterable[Any], bank: Any) -> SDMPending:
     return SDMPending(new_rows, slots, bank)
 
 
+def _flatten(pending: SDMPending) -> tuple[list[Tensor], _BankMark | None]:
+    return [pending.new_rows, pending.slots], pending.bank
+
+
+def _flatten_with_keys(pending: SDMPending) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], _BankMark | None]:
+    keys: list[pytree.KeyEntry] = [pytree.GetAttrKey(name) for name in ("new_rows", "slots")]
+    leaves, bank = _flatten(pending)
+    return list(zip(keys, leaves, strict=True)), bank
+
+
 pytree.register_pytree_node(
     SDMPending,
-    lambda pending: ([pending.new_rows, pending.slots], pending.bank),
+    _flatten,
     _unflatten,
     serialized_type_name="sdm_compile.SDMPending",
+    to_dumpable_context=lambda bank: bank and list(bank),
+    from_dumpable_context=lambda kept: kept and _BankMark(kept[0], tuple(kept[1]), kept[2]),
+    flatten_with_keys_fn=_flatten_with_keys,
 )
 
 

@@ -275,9 +275,7 @@ def launch_draft(
     config = DraftConfig.from_shapes(streams, writes, reads, head_dim, bank.element_size())
     sources = torch.empty(streams, tokens, writes + reads, dtype=torch.int32, device=bank.device)
     sources_call(config, k_idx, q_idx, num_slots, sources, slots).launch()
-    call = draft_call(
-        config.step, bank, k_idx, k_val, v, beta, g, q_idx, q_val, sources, readings, new_rows, repeats
-    )
+    call = draft_call(config.step, bank, k_idx, k_val, v, beta, g, q_idx, q_val, sources, readings, new_rows, repeats)
     call.launch()
 
 

@@ -13,18 +13,27 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .bound import BoundKernel, KernelCall, can_bind, noted_launches
 
 
 class _OtherWork(TorchDispatchMode):
-    """Notes whether any PyTorch operator is called that does more than to view a tensor."""
+    """Notes whether any PyTorch operator is called that does more than to view a tensor.
+
+    Inside of an op, `contiguous`, `reshape` and the like arrive as they are: views by their schema, copies at times.
+    """
 
     found = False
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= not func.is_view
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.found |= not (func.is_view and _memory_of(result) <= _memory_of((args, kwargs)))
+        return result
+
+
+def _memory_of(values: Any) -> set[int]:
+    return {x.untyped_storage()._cdata for x in tree_leaves(values) if isinstance(x, Tensor)}
 
 
 class RecordedLaunch:

@@ -91,8 +91,13 @@ def _backend_kernel(op: RegisteredOp, kernel: Callable[..., Any], device_type: s
                     )
         if device_type == "cuda" and args[anchor].get_device() != torch.cuda.current_device():
             with torch.cuda.device(args[anchor].device):
-                return kernel(*args)
-        return kernel(*args)
+                result = kernel(*args)
+        else:
+            result = kernel(*args)
+        if mutated and torch.is_inference_mode_enabled():  # where the Autograd kernel, which does this, is not called
+            written = [args[i] for i in mutated if args[i] is not None and not args[i].is_inference()]
+            torch.autograd.graph.increment_version(written)
+        return result
 
     return call
 

@@ -205,11 +205,10 @@ class _SlabLoop:
         shape: ForwardShape,
         first: int,
         saving: Saving | None,
-        count_repeats: bool,
+        repeats: Tensor | None,
     ) -> None:
-        self.bank, self.inputs, self.readings, self.saving = bank, inputs, readings, saving
+        self.bank, self.inputs, self.readings, self.saving, self.repeats = bank, inputs, readings, saving, repeats
         self.signature, self.first = shape, first
-        self.repeats = repeat_count(bank.device) if count_repeats else None
 
     @property
     def length(self) -> int:
@@ -286,8 +285,9 @@ def write_read_cuda(
     saving: what to keep for a backward, all contiguous. Returns the route: which kernel writes the bank's rows.
     """
     tensors, addressed, kind = [bank, *inputs, readings], [bank], None
-    if count_repeats:
-        tensors.append(repeat_count(bank.device))
+    repeats = repeat_count(bank.device) if count_repeats else None
+    if repeats is not None:
+        tensors.append(repeats)
     if saving is not None:
         saved = saving.saved
         tensors, addressed = [*tensors, *saved], [bank, saved.snapshot, saved.scales, saved.retrieved]
@@ -295,7 +295,7 @@ def write_read_cuda(
     first = run_loops(
         ("forward", kind, chunk_size, count_repeats),
         tensors,
-        lambda: list(call_loops(bank, inputs, chunk_size, readings, saving, count_repeats)),
+        lambda: list(call_loops(bank, inputs, chunk_size, readings, saving, repeats)),
         addressed,
     )
     return "triton by token" if isinstance(first, ForwardShape) and first.by_token else "triton by group"
@@ -321,9 +321,9 @@ def call_loops(
     chunk_size: int,
     readings: Tensor,
     saving: Saving | None = None,
-    count_repeats: bool = True,
+    repeats: Tensor | None = None,
 ) -> Iterator[list[_SlabLoop]]:
-    """A call's slabs in order: one list for each group of streams."""
+    """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
     shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)))
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
     for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None):
@@ -335,7 +335,7 @@ def call_loops(
         by_token = rows is None and writes_by_token(bank, count, chunk_size, shape.writes)
         of_part = replace(shape, streams=count, by_token=by_token, mode=mode, writer=writer)
         yield [
-            _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, count_repeats)
+            _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, repeats)
             for first, n in steps
         ]
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from sdm_compile import (
     sdm_decode_step,
     sdm_draft,
 )
+from sdm_compile.ops import draft
 from sdm_compile.ops.draft import MAX_TOKENS
 from tests.bad_inputs import BAD_INPUTS, BadInput, assert_refused
 from tests.cases import CASES, FLOATS, RAGGED, TANGLED, Case, Inputs
@@ -173,6 +175,50 @@ def test_pending_is_a_pytree() -> None:
     assert_same_bits(inputs.memory, bank)
     with pytest.raises(RuntimeError, match="written to since"):
         sdm_commit_(inputs.memory, rebuilt, torch.tensor([5, 7]))
+
+
+def test_pending_goes_through_files_and_keys() -> None:
+    """As its leaves and a serialized structure, as torch.export needs it."""
+    inputs = RAGGED.make(F32)
+    _, pending = sdm_draft(*inputs)
+    leaves, spec = pytree.tree_flatten(pending)
+    rebuilt = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
+    assert rebuilt.bank == pending.bank
+    named, _ = pytree.tree_flatten_with_path(pending)
+    assert [pytree.keystr(path) for path, _ in named] == [".new_rows", ".slots"]
+    assert all(x is leaf for (_, x), leaf in zip(named, leaves, strict=True))
+    other = torch.zeros_like(inputs.memory)
+    with pytest.raises(ValueError, match="is not the bank of the draft"):
+        sdm_commit_(other, rebuilt, torch.tensor([5, 7]))
+    sdm_commit_(inputs.memory, rebuilt, torch.tensor([5, 7]))
+
+
+def test_under_vmap() -> None:
+    """Whole models drafted side by side: with banks of their own."""
+    calls = [replace(TANGLED, tokens=DRAFTED).make(F64, seed=seed) for seed in (0, 1)]
+    stacked = [torch.stack(pair) for pair in zip(*calls, strict=True)]
+    got = torch.func.vmap(lambda *inputs: sdm_draft(*inputs)[0])(*stacked)
+    assert_same_bits(list(got), [sdm_draft(*inputs)[0] for inputs in calls])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_write_that_pytorch_does_not_see_is_noticed(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a Triton kernel."""
+
+    def store_unseen(bank: Tensor, slots: Tensor, rows: Tensor) -> None:
+        bank.detach().numpy()[slots.long().numpy()] = rows.numpy()
+
+    monkeypatch.setattr(draft, "store_rows_", store_unseen)
+    inputs = replace(TANGLED, tokens=DRAFTED).make(F32)
+    counts = torch.tensor([DRAFTED, DRAFTED])
+    _, bank = decoded(inputs)
+    with mode():
+        _, pending = sdm_draft(*inputs)
+        sdm_commit_(inputs.memory, pending, counts)
+        assert_same_bits(inputs.memory, bank)
+        with pytest.raises(RuntimeError, match="written to since"):
+            sdm_commit_(inputs.memory, pending, counts)
+    assert_same_bits(inputs.memory, bank)
 
 
 # The bank of the draft

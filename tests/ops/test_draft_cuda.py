@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 DRAFTED, LATER = 4, 50
-# Aligned, so that launches are bound and rows come in vectors; one stream to many, each with a launch shape of its own.
+# Aligned, so that rows come in vectors; one stream to many, each with a launch shape of its own.
 SERVED = Case("served", writes=64, reads=64, head_dim=1024, slots=300, spare_slots=0, signed=True)
 CASES = [
     *(RAGGED, REUSE, SIGNED, TANGLED),
@@ -85,7 +85,7 @@ def test_any_number_of_tokens(tokens: int, dtype: torch.dtype) -> None:
     inputs = make(replace(SERVED, streams=3, slots=70), tokens, dtype)
     expected = decode_(inputs.memory.clone(), inputs)
     for counts in counts_of(3, tokens):
-        for _ in range(4):  # the launches are bound from the third time on
+        for _ in range(4):
             bank, advanced = inputs.memory.clone(), inputs.memory.clone()
             readings, pending = sdm_draft(bank, *inputs[1:])
             assert_same_bits((readings, bank), (expected, inputs.memory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -91,7 +92,8 @@ def test_work_is_recorded_in_order() -> None:
     ],
     ids=["in place", "copy", "sum", "memory", "a view that cannot be"],
 )
-def test_other_work_cannot_be_made_again(other: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("inside_an_op", [False, True])
+def test_other_work_cannot_be_made_again(other: Callable[[Tensor], Tensor], inside_an_op: bool) -> None:
     a, done = torch.ones(4, 6), []
 
     def work() -> None:
@@ -99,7 +101,9 @@ def test_other_work_cannot_be_made_again(other: Callable[[Tensor], Tensor]) -> N
         other(a)
         done.append(True)
 
-    assert record(work, (a,)) is None
+    with torch._C._AutoDispatchBelowAutograd() if inside_an_op else nullcontext():
+        assert record(work, (a,)) is None
+        assert record(lambda: launch(a.contiguous().flatten().view(2, 12)).launch(), (a,)) is not None
     assert done == [True]
 
 
