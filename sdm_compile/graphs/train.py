@@ -2,7 +2,8 @@
 
 The first step of a shape runs eagerly: it compiles what has to be compiled, and makes the optimizer's state. The second
 one is captured, which runs nothing, and then replayed, as is every later one. Both are steps that were asked for, so
-nothing has to be undone: a run through graphs takes the very steps of a run without.
+nothing has to be undone: a run through graphs takes the very steps of a run without, with the learning rate rounded to
+float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Shape:
     """One shape's graph, and the memory that it reads."""
 
     inputs: list[Any]  # the batch's leaves
-    written: list[Tensor]  # parameters and buffers
+    written: list[Tensor]  # by the step: parameters and buffers
     step: Captured[tuple[Tensor, Tensor | None]]  # gives the loss and the norm
 
 
