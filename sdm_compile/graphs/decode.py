@@ -90,7 +90,13 @@ class DecodeGraph:
         self.device = first.device
         self._graphed = self.device.type == "cuda"
         self._examples = [x.detach().clone() for x in example_inputs]
-        self._choosing = pooled and any(map(chooses, pytree.tree_leaves(state, is_leaf=chooses)))
+        parts = [part for part in pytree.tree_leaves(state, is_leaf=chooses) if chooses(part)]
+        self._choosing = pooled and bool(parts)
+        if self._choosing and any(getattr(part, "entries", None) is not None for part in parts):
+            raise ValueError(
+                "the state is one of chosen entries, but a DecodeGraph chooses them: make it from the whole, "
+                "state.at(None), and give `entries` with each call; or pooled=False, for these alone"
+            )
         self._can_pad = not self._plain_tensors()
         self.batch_sizes = self._sizes(batch_sizes, first.shape[0])
         self._size_for = {rows: size for size in reversed(self.batch_sizes) for rows in range(1, size + 1)}
@@ -114,9 +120,10 @@ class DecodeGraph:
             entries: [B] int64 on the inputs' device: the entry of the state that each batch row uses, none twice; a
                 negative one is padding. None: 0 to B - 1.
         Returns:
-            What `fn` returned. Tensors [size, ...] are cut to their first B rows, and on CUDA all are views of memory
-            that the next call writes: `clone()` what is to outlast it. The state, and anything that is part of it,
-            comes back as the caller's own object. Anything else on CUDA is what it was at the capture.
+            What `fn` returned. Tensors [size, ...] are cut to their first B rows, by themselves and in tuples, lists
+            and dicts; what other objects hold, such as a draft's pending rows, stays whole. On CUDA all are views of
+            memory that the next call writes: `clone()` what is to outlast it. The state, and anything that is part
+            of it, comes back as the caller's own object. Anything else on CUDA is what it was at the capture.
         Raises:
             ValueError: inputs, entries, or a tensor of the state differ from those of the construction in shape, dtype
                 or device. TypeError: an input is not a tensor. CaptureError: the current stream is being captured, or
@@ -300,7 +307,9 @@ class _Step:
     def keep(self, result: Any) -> None:
         """Takes what `fn` returned, for `outputs`."""
         owned = set(self._owned)  # ids alone: `tree_flatten` leaves a cycle of references behind
-        leaves, self._spec = pytree.tree_flatten(result, is_leaf=lambda x: id(x) in owned)
+        leaves, self._spec = pytree.tree_flatten(
+            result, is_leaf=lambda x: id(x) in owned or not isinstance(x, tuple | list | dict)
+        )
         self._leaves = [self._owned.get(id(x), x) for x in leaves]
         self._cuts: dict[int, list[Any]] = {self.size: self._leaves}
 

@@ -89,8 +89,9 @@ class StatePool(Generic[State]):
         Raises:
             RuntimeError: there is none.
         """
-        entry = self._take()
-        self.reset(entry)
+        entry = self._free()
+        self._store(entry, self._initial)
+        self._held.add(entry)
         return entry
 
     def release(self, entry: int) -> None:
@@ -128,16 +129,15 @@ class StatePool(Generic[State]):
             ValueError: `src` is not in use. RuntimeError: there is no free entry.
         """
         self._check_held(src)
-        entry = self._take()
-        self.copy(src, entry)
-        return entry
-
-    def _take(self) -> int:
-        if len(self._held) == self.capacity:
-            raise RuntimeError(f"all {self.capacity} entries are in use; release one, or make a larger pool")
-        entry = next(entry for entry in range(self.capacity) if entry not in self._held)
+        entry = self._free()
+        self._store(entry, self._load(src))
         self._held.add(entry)
         return entry
+
+    def _free(self) -> int:
+        if len(self._held) == self.capacity:
+            raise RuntimeError(f"all {self.capacity} entries are in use; release one, or make a larger pool")
+        return next(entry for entry in range(self.capacity) if entry not in self._held)
 
     def _check_held(self, *entries: int) -> None:
         for entry in entries:

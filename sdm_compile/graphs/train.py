@@ -42,7 +42,7 @@ class TrainGraph:
         optimizer.zero_grad()
         loss = loss_fn(model, batch)
         loss.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)  # the model's, and the optimizer's others
         optimizer.step()
         optimizer.zero_grad()
 
@@ -186,6 +186,8 @@ class TrainGraph:
 
     def _eager(self, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
         moved = [x.detach().to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves]
+        # What was made in inference mode cannot be part of a backward: an ordinary copy can.
+        moved = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in moved]
         with _uncached_autocast() if self._captures else nullcontext():
             loss, self._norm = self._run(pytree.tree_unflatten(moved, structure))
         return loss.clone()

@@ -684,6 +684,27 @@ def test_a_draft_from_before_a_step_is_refused(device: str) -> None:
     assert_same_bits(tensors_of(state), before)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_a_draft_of_a_padded_batch_is_committed_whole(device: str) -> None:
+    """What a pending holds is of the captured size: padding rows are committed nowhere."""
+    model = make_model(device)
+    state, plain = model.init_state(5), model.init_state(5)
+    draft = DecodeGraph(model.draft, state, torch.randint(256, (4, 3), device=device), batch_sizes=(1, 4))
+    for entries, accepted in (([4, 0, 2], [3, 0, 2]), ([1, 2], [1, 3])):
+        tokens = torch.randint(256, (len(entries), 3), device=device)
+        chosen = torch.tensor(entries, device=device)
+        padding = 4 - len(entries)
+        padded, counts = torch.cat([tokens, tokens.new_zeros(padding, 3)]), torch.tensor(accepted + [3] * padding)
+        rows = torch.tensor(entries + [-1] * padding, device=device)
+        logits, pending = draft(tokens, entries=chosen)
+        expected, other = model.draft(padded, plain.at(rows))
+        assert torch.equal(logits, expected[: len(entries)])
+        model.commit_(state, pending, counts.to(device))
+        model.commit_(plain, other, counts.to(device))
+        assert_same_bits(tensors_of(state), tensors_of(plain))
+
+
 # Errors
 
 
@@ -736,6 +757,7 @@ def test_wrong_constructions() -> None:
         (ValueError, r"batch_sizes are \[0\]; expected", (None, x), {"batch_sizes": [0]}),
         (ValueError, r"batch_sizes are \(1, 2\); .*be padded: .* example, 2", (state, x), {"batch_sizes": (1, 2)}),
         (ValueError, "not pooled. and cannot be", (Sums(x), x), {"batch_sizes": (1, 2), "pooled": False}),
+        (ValueError, r"is one of chosen entries.*state\.at\(None\)", (SDMState(x, torch.tensor([0, 1])), x), {}),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             DecodeGraph(unused, *arguments, **options)

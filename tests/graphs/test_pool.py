@@ -149,6 +149,16 @@ def test_a_released_entry_is_released_once_and_a_fork_needs_room() -> None:
     assert numbers(pool) == [7, 8]
 
 
+def test_a_copy_that_fails_takes_no_entry() -> None:
+    with torch.inference_mode():
+        state = torch.zeros(3, 2)
+    pool = StatePool(state, torch.zeros(1, 2))
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+            pool.acquire()
+        assert pool.held == ()
+
+
 def test_at_chooses_entries_of_every_state_in_the_tree() -> None:
     states = (SDMState(torch.zeros(8, 3)), [SDMState(torch.zeros(12, 2))])
     pool = StatePool(states, (SDMState(torch.zeros(2, 3)), [SDMState(torch.zeros(3, 2))]))
