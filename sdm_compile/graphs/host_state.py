@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .capture import PARTS, numeric_settings
 
@@ -54,6 +55,23 @@ def tensor_attributes(modules: Iterable[nn.Module]) -> dict[Attribute, list[Any]
             if tensors:
                 found[id(module), name] = tensors
     return found
+
+
+def cut_spent_graphs(modules: Iterable[nn.Module]) -> None:
+    """Detaches tensors that an earlier step has left in attributes, whose autograd graph its backward has freed.
+
+    As long as such a graph is there, its nodes that accumulate gradients are used again, on the stream of that step:
+    a capture on another stream would have to wait for it, and cannot.
+    """
+
+    def detached(x: Tensor) -> Tensor:
+        return x if x.grad_fn is None else x.detach()
+
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if (isinstance(value, Tensor) or type(value) in NESTS) and name not in PARTS:
+                if any(x.grad_fn is not None for x in _tensors_in(value)):
+                    vars(module)[name] = pytree.tree_map_only(Tensor, detached, value)
 
 
 def _tensors_in(value: object) -> list[Tensor]:

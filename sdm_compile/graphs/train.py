@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .capture import Captured, CaptureError, capture, refuse_while_capturing
-from .host_state import PLAIN_TYPES, Attribute, difference, fingerprint, restored_on_failure, tensor_attributes
+from .host_state import (
+    PLAIN_TYPES,
+    Attribute,
+    cut_spent_graphs,
+    difference,
+    fingerprint,
+    restored_on_failure,
+    tensor_attributes,
+)
 
 RESTLESS = 3  # steps in a row before each of which something changed, after which a warning says so
 
@@ -209,7 +217,9 @@ class TrainGraph:
         _free_captured_loops()
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
         with restored_on_failure(self.model, self.optimizer):
+            cut_spent_graphs(self.model.modules())
             attributes = tensor_attributes(self.model.modules())
+            self._fingerprint[-1] = {key: x for key, x in attributes.items() if key not in self._outputs}
             step = capture(lambda: self._run(batch), self.device, pool)
             self._leave_out(attributes, tensor_attributes(self.model.modules()))
             changed = self._changed()

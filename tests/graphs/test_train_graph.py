@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from sdm_compile import SparseDeltaMemory, SparseDeltaMemoryConfig
 from sdm_compile.graphs import CaptureError, TrainGraph, host_state, train
 from sdm_compile.graphs.capture import Captured
+from sdm_compile.graphs.host_state import cut_spent_graphs
 from sdm_compile.machine import why_not_compile
 from tests.harness import assert_same_bits
 
@@ -563,6 +564,19 @@ def test_a_step_may_leave_tensors_in_attributes(way: Way) -> None:
         captured.append(graph.captured)
     assert captured == [n * way.captures for n in (0, 0, 1, 2, 2, 2, 2, 2)]
     assert_same_bits([models[0].latest], [models[1].latest])
+
+
+def test_spent_graphs_are_cut_from_what_a_step_has_left() -> None:
+    """By themselves, in lists and in dicts; parameters, and what has no graph, are what they were."""
+    model, x = Leaving(), torch.ones((), requires_grad=True)
+    plain = torch.zeros(3)
+    model.penalty, model.latest, model.losses, model.named = x * 2, plain, [x * 3, plain], {"a": (x * 4,), "b": x}
+    parameters = list(model.parameters())
+    cut_spent_graphs(model.modules())
+    assert [float(t) for t in (model.penalty, model.losses[0], model.named["a"][0])] == [2, 3, 4]
+    assert all(t.grad_fn is None for t in (model.penalty, model.losses[0], model.named["a"][0]))
+    assert model.latest is model.losses[1] is plain and model.named["b"] is x
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
 
 
 def test_a_failed_step_leaves_no_gradients(way: Way) -> None:

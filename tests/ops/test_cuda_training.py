@@ -92,7 +92,7 @@ def test_each_gradient_alone(wanted: int) -> None:
 @every_dtype
 def test_the_banks_gradient_in_float32(dtype: torch.dtype) -> None:
     """Rounded once at the end: closer to the exact one. Writes of no weight let every step do no more than decay."""
-    inputs = replace(MANY_STEPS, slots=44).make(dtype)
+    inputs = replace(MANY_STEPS, tokens=417, slots=44).make(dtype)
     inputs = inputs._replace(k_val=torch.zeros_like(inputs.k_val), g=inputs.g * 1e-3)
     exact = train(leaves(inputs, "cpu", exact=True), 32, (False, True))[2]
     rounded, once = (
