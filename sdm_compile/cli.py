@@ -1,4 +1,4 @@
-"""The command line: `python -m sdm_compile [train | generate | doctor]`; without arguments, the main job: `train`."""
+"""The command line: `python -m sdm_compile [train | generate | doctor]`; without a command, the main job: `train`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None for the process's own.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(arguments or ["train"])
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["train", *arguments]
+    args = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # generated text may hold what the terminal cannot show
     try:

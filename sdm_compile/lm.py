@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,24 @@ class LMState:
     def at(self, entries: Tensor | None) -> LMState:
         """The same memories and tails, of which a call advances these entries."""
         return LMState(self.memories, self.tails, entries)
+
+    def detach(self) -> LMState:
+        """The same state, cut off from the autograd graph."""
+        return LMState([memory.detach() for memory in self.memories], [x.detach() for x in self.tails], self.entries)
+
+    def clone(self) -> LMState:
+        """A copy that later calls on this state leave alone: of the entries too, if there are any."""
+        entries = None if self.entries is None else self.entries.clone()
+        return LMState([memory.clone() for memory in self.memories], [x.clone() for x in self.tails], entries)
+
+    def to(self, *args: Any, **kwargs: Any) -> LMState:
+        """The state in another dtype or on another device, shared where nothing changes, like `torch.Tensor.to`.
+
+        Entries stay int64, and go to the tails' device.
+        """
+        tails = [x.to(*args, **kwargs) for x in self.tails]
+        entries = self.entries if self.entries is None or not tails else self.entries.to(tails[0].device)
+        return LMState([memory.to(*args, **kwargs) for memory in self.memories], tails, entries)
 
 
 @dataclass(eq=False)

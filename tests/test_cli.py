@@ -69,6 +69,12 @@ def test_train_reports(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "training: 100%" in err
 
 
+def test_options_alone_are_those_of_train(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command, *options = settings(text, tmp_path / "run")
+    assert command == "train" and main(options) == 0
+    assert "bits/byte" in capfd.readouterr().out
+
+
 def test_no_arguments_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_train", lambda args: (args.out, args.resume, args.no_compile, hasattr(args, "steps")))
     assert main([]) == (Path("sdm-run"), False, False, False)

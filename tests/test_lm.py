@@ -192,6 +192,19 @@ def test_drafts_do_not_drift(model: LanguageModel) -> None:
         torch.testing.assert_close(leaf, other, rtol=1e-11, atol=1e-11)
 
 
+def test_a_state_is_copied_cut_off_and_moved(model: LanguageModel, tokens: torch.Tensor) -> None:
+    state = model.init_state(2)
+    _, state = model(tokens, state.at(torch.tensor([1, 0])))
+    others = state.detach(), state.clone(), state.to(torch.float32)
+    for x, cut, copied, narrow in zip(*map(pytree.tree_leaves, (state, *others)), strict=True):
+        wide = x.is_floating_point()
+        assert x.requires_grad == copied.requires_grad == wide and not cut.requires_grad
+        assert cut.data_ptr() == x.data_ptr() != copied.data_ptr()
+        assert narrow.dtype == (torch.float32 if wide else torch.int64)
+        for other in (cut, copied, narrow):
+            torch.testing.assert_close(other, x, check_dtype=False)
+
+
 @torch.no_grad()
 def test_drafts_in_a_pool(model: LanguageModel, tokens: torch.Tensor) -> None:
     """As on a state of the batch alone; padding and what the batch does not use stay as they are."""

@@ -218,8 +218,8 @@ class SDMPending:
             )
         if now.version != self.bank.version:
             raise RuntimeError(
-                f"memory has been written to since the draft (version {now.version}, then {self.bank.version}): "
-                "draft again; a draft can be committed once"
+                f"memory has been written to since the draft (then version {self.bank.version}, now {now.version}), by "
+                "a commit of this draft, a step, or another request of the same pool: draft again"
             )
 
 
