@@ -1,229 +1,24 @@
-"""Training steps through TrainGraph are the steps of a plain loop, bit for bit, whatever changes between them.
-
-They run eagerly on the CPU, captured on a GPU, and on the CPU through graphs that are made of Python: those capture
-by a run whose effects are undone, and replay by another run.
-"""
+"""Training steps through TrainGraph are the steps of a plain loop, bit for bit, in each way of `conftest.py`."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from sdm_compile import SparseDeltaMemory, SparseDeltaMemoryConfig
-from sdm_compile.graphs import CaptureError, TrainGraph, host_state, train
+from sdm_compile.graphs import CaptureError, TrainGraph, train
 from sdm_compile.graphs.capture import Captured
-from sdm_compile.graphs.host_state import cut_spent_graphs
 from sdm_compile.machine import why_not_compile
+from tests.graph_training import WAYS, Model, Pair, Way, capturing, everything, loss_fn, plain_step, set_rates
 from tests.harness import assert_same_bits
-
-DIM = 12
-needs_gpu = pytest.mark.gpu
-
-
-class Model(nn.Module):
-    """A layer between two norms, asked for the stream one token earlier; it has a buffer, and draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = SparseDeltaMemoryConfig(
-            dim=DIM, num_heads=2, slots_per_head=16, num_writes=3, num_reads=4, chunk_size=8
-        )
-        self.norm = nn.BatchNorm1d(DIM)
-        self.layer = SparseDeltaMemory(config)
-        self.dropout = nn.Dropout(0.1)
-        self.scales = [torch.ones(DIM)]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
-        self.scales = [fn(x) for x in self.scales]
-        return super()._apply(fn, recurse)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scales[0]
-        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        return self.dropout(self.layer(x)[0])
-
-
-def loss_fn(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch["x"]).float(), batch["y"])
-
-
-@dataclass
-class Way:
-    """How TrainGraph runs a step: the device, whether it captures, and whether graphs are made of Python."""
-
-    device: str
-    captures: bool
-    models: list[nn.Module] = field(default_factory=list)  # what a capture of Python leaves as it was
-
-    def model(self, seed: int = 0) -> Model:
-        torch.manual_seed(seed)
-        model = Model().to(self.device)
-        self.models.append(model)
-        return model
-
-    def optimizer(self, model: nn.Module, kind: str = "AdamW", lr: float = 0.02) -> torch.optim.Optimizer:
-        settings: dict[str, Any] = {
-            "AdamW": {"fused": True, "weight_decay": 0.1},
-            "Adam": {"foreach": self.device == "cuda"},
-            "SGD": {"fused": True, "momentum": 0.9, "dampening": 0.5},
-            "RMSprop": {"foreach": self.device == "cuda"},
-        }[kind]
-        if self.device == "cuda" and kind != "SGD":
-            settings["capturable"] = True
-        # A number is rounded once more where it becomes a tensor: the twin, which has no TrainGraph, begins with one.
-        rate = torch.tensor(lr, device=self.device) if self.captures else lr
-        return getattr(torch.optim, kind)(model.parameters(), lr=rate, **settings)
-
-    def batches(self, number: int, tokens: int = 10, batch: int = 4) -> list[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(7)
-        xs = [torch.randn(batch, tokens, DIM, generator=generator) for _ in range(number)]
-        return [{"x": x.to(self.device), "y": x.roll(1, 1).to(self.device)} for x in xs]
-
-
-@contextmanager
-def uncached() -> Iterator[None]:
-    """As captures are: autocast keeps no copies of parameters."""
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(True)
-
-
-class PythonGraph:
-    """What stands for a CUDA graph: replays by a run."""
-
-    def __init__(self, call: Callable[[], Any], result: Any) -> None:
-        self.call, self.result = call, result
-
-    def pool(self) -> None: ...
-
-    def replay(self) -> None:
-        with uncached():
-            results = self.call()
-        for old, new in zip(self.result, results, strict=True):
-            if old is not None:
-                old.copy_(new)
-
-
-WAYS = ["eager", "python graphs", pytest.param("cuda graphs", marks=needs_gpu)]
-capturing = pytest.mark.parametrize("way", WAYS[1:], indirect=True)
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    if request.param != "python graphs":
-        return Way("cuda" if request.param == "cuda graphs" else "cpu", request.param == "cuda graphs")
-    way = Way("cpu", True)
-    optimizers: list[torch.optim.Optimizer] = []
-
-    def capture(call: Callable[[], Any], device: torch.device, pool: None) -> Captured[Any]:
-        states = [x for o in optimizers for s in o.state.values() for x in s.values() if isinstance(x, Tensor)]
-        tensors = [x for m in way.models for x in (*m.parameters(), *m.buffers())] + states
-        before, random = [x.detach().clone() for x in tensors], torch.get_rng_state()
-        try:
-            with uncached():
-                result = call()
-        except RuntimeError as error:
-            raise CaptureError(str(error)) from error
-        finally:
-            torch.set_rng_state(random)
-            for x, old in zip(tensors, before, strict=True):
-                x.data.copy_(old)
-        return Captured(PythonGraph(call, result), result)
-
-    def init(self: TrainGraph, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
-        original(self, model, loss, optimizer, **settings)
-        optimizers.append(optimizer)
-        self._captures = True
-        self._hold_learning_rates()
-
-    original = TrainGraph.__init__
-    monkeypatch.setattr(TrainGraph, "__init__", init)
-    monkeypatch.setattr(TrainGraph, "_follow_stream", lambda self: None)
-    monkeypatch.setattr(train, "capture", capture)
-    monkeypatch.setattr(train, "refuse_while_capturing", lambda device, what: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(host_state, "_on_host", lambda x: False)
-    monkeypatch.setattr(host_state, "numeric_settings", lambda device: torch.are_deterministic_algorithms_enabled())
-    return way
-
-
-def plain_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: dict[str, Tensor],
-    accumulate: int = 1,
-    max_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-) -> list[Tensor]:
-    """The step as one writes it: the loss, and the norm where there is one."""
-    optimizer.zero_grad()
-    size = len(batch["x"]) // accumulate
-    losses = []
-    for i in range(accumulate):
-        part = {name: x[i * size : (i + 1) * size] for name, x in batch.items()}
-        with torch.autocast(batch["x"].device.type, autocast) if autocast else nullcontext():
-            loss = loss_fn(model, part)
-        (loss / accumulate if accumulate > 1 else loss).backward()
-        losses.append(loss.detach())
-    norm = [] if max_norm is None else [nn.utils.clip_grad_norm_(model.parameters(), max_norm)]
-    optimizer.step()
-    return [torch.stack(losses).mean() if accumulate > 1 else losses[0], *norm]
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    states = [x for p in model.parameters() for x in optimizer.state[p].values() if isinstance(x, Tensor)]
-    return [x.detach().clone() for x in (*model.parameters(), *model.buffers(), *states)]
-
-
-def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """As a scheduler does it."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-class Pair:
-    """A TrainGraph and a twin that takes the same steps plainly, both with random numbers of the same seeds."""
-
-    def __init__(self, way: Way, kind: str = "AdamW", **settings: Any) -> None:
-        self.settings = {name: value for name, value in settings.items() if name != "max_graphs"}
-        self.model, self.twin = way.model(), way.model()
-        self.optimizer, self.twins = way.optimizer(self.model, kind), way.optimizer(self.twin, kind)
-        self.graph = TrainGraph(self.model, loss_fn, self.optimizer, **settings)
-        self.steps = 0
-
-    def both(self, change: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
-        change(self.model, self.optimizer)
-        change(self.twin, self.twins)
-
-    def step(self, batch: dict[str, Tensor]) -> None:
-        """One step of both, with the same result."""
-        self.steps += 1
-        torch.manual_seed(self.steps)
-        got = [self.graph.step(batch)]
-        random = torch.cuda.get_rng_state() if batch["x"].is_cuda else torch.get_rng_state()
-        got += [] if self.graph.grad_norm is None else [self.graph.grad_norm]
-        torch.manual_seed(self.steps)
-        assert_same_bits(got, plain_step(self.twin, self.twins, batch, **self.settings))
-        assert torch.equal(random, torch.cuda.get_rng_state() if batch["x"].is_cuda else torch.get_rng_state())
-
-    def check(self) -> None:
-        assert_same_bits(everything(self.model, self.optimizer), everything(self.twin, self.twins))
-        assert all(p.grad is None for p in self.model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "RMSprop"])
@@ -311,66 +106,6 @@ def test_shapes_take_turns(way: Way) -> None:
     pair.check()
 
 
-def of_groups(name: str, value: Any) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
-    def change(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            group[name] = value
-
-    return change
-
-
-def replace_weight(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    weight = model.layer.Wo.weight
-    weight.data = weight.detach() * 2
-
-
-CHANGES: dict[str, Callable[[Any, Any], object]] = {
-    "evaluation mode": lambda model, optimizer: model.eval(),
-    "an attribute": lambda model, optimizer: setattr(model.dropout, "p", 0.5),
-    "weight decay": of_groups("weight_decay", 0.5),
-    "betas": of_groups("betas", (0.5, 0.9)),
-    "a parameter's memory": replace_weight,
-    "a frozen parameter": lambda model, optimizer: model.layer.Wo.weight.requires_grad_(False),
-    "a buffer": lambda model, optimizer: setattr(model.norm, "running_mean", model.norm.running_mean + 1),
-    "a submodule": lambda model, optimizer: setattr(model, "dropout", nn.Identity()),
-    "the optimizer's state": lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    "a tensor in an attribute": lambda model, optimizer: model.scales.insert(0, model.scales[0] * 2),
-    "a new attribute": lambda model, optimizer: setattr(model, "mask", [torch.ones(3)]),
-    "determinism": lambda model, optimizer: torch.use_deterministic_algorithms(False),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_noticed(way: Way, change: str) -> None:
-    pair = Pair(way)
-    batches = way.batches(8)
-    for batch in batches[:4]:
-        pair.step(batch)
-    try:
-        pair.both(CHANGES[change])
-        pair.step(batches[4])
-        assert pair.graph.captured == 0
-        for batch in batches[5:]:
-            pair.step(batch)
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    assert pair.graph.captured == way.captures
-    pair.check()
-
-
-def test_loaded_weights_need_no_capture(way: Way) -> None:
-    pair = Pair(way)
-    start = copy.deepcopy(pair.model.state_dict())
-    batches = way.batches(6)
-    for batch in batches[:3]:
-        pair.step(batch)
-    pair.both(lambda model, optimizer: model.load_state_dict(start))
-    for batch in batches[3:]:
-        assert pair.graph.captured == way.captures
-        pair.step(batch)
-    pair.check()
-
-
 def test_reset(way: Way) -> None:
     pair = Pair(way)
     for batch in way.batches(3):
@@ -380,19 +115,6 @@ def test_reset(way: Way) -> None:
     for batch in way.batches(3):
         pair.step(batch)
     assert pair.graph.captured == way.captures
-
-
-def test_what_changes_before_every_step_is_named(way: Way) -> None:
-    pair = Pair(way)
-    found: list[str] = []
-    for i, batch in enumerate(way.batches(8)):
-        pair.both(of_groups("betas", (0.9 - i / 100, 0.9)))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            pair.step(batch)
-        found += [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    assert ["a setting of the optimizer's group 0" in message for message in found] == [True] * way.captures
-    pair.check()
 
 
 def test_two_of_them_take_turns(way: Way) -> None:
@@ -414,39 +136,6 @@ def test_a_loss_is_a_tensor_of_its_own(way: Way) -> None:
     assert_same_bits([*losses, *norms], [x for pair in zip(*copies, strict=True) for x in pair])
     assert len({x.item() for x in losses}) == len({x.item() for x in norms}) == 5
     assert not any(x.requires_grad for x in losses)
-
-
-class Counting(Model):
-    """Its forward leaves something in Python, as a captured one cannot."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Replacing(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm.running_var = self.norm.running_var * 0.5
-        return super().forward(x)
-
-
-@capturing
-@pytest.mark.parametrize("kind", [Counting, Replacing])
-def test_a_step_that_changes_python_is_refused(way: Way, kind: type[Model]) -> None:
-    model = kind().to(way.device)
-    optimizer = way.optimizer(model)
-    way.models.append(model)
-    graph = TrainGraph(model, loss_fn, optimizer)
-    first, second = way.batches(2)
-    graph.step(first)
-    before, kept = everything(model, optimizer), vars(model).copy()
-    with pytest.raises(CaptureError, match="the step itself changes a parameter, buffer or attribute of"):
-        graph.step(second)
-    assert_same_bits(everything(model, optimizer), before)
-    assert vars(model) == kept
-    plain_step(model, optimizer, second)
 
 
 @capturing
@@ -490,93 +179,6 @@ def test_a_failed_capture_leaves_everything_usable(way: Way) -> None:
         pair.step(batch)
     assert pair.graph.captured == 2
     pair.check()
-
-
-def test_an_eager_step_may_make_other_graphs_stale(way: Way) -> None:
-    """The first batch of another shape replaces a buffer: the graph that there was had the one before."""
-
-    class Growing(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training and x.shape[1] != 10 and not self.grown:
-                self.norm.running_var = self.norm.running_var * 0.5
-                self.grown = True
-            return super().forward(x) * self.norm.running_var.mean()
-
-        grown = False
-
-    models = [Growing().to(way.device) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    way.models += models
-    optimizers = [way.optimizer(model) for model in models]
-    graph = TrainGraph(models[0], loss_fn, optimizers[0])
-    long = way.batches(2, tokens=17)
-    for i, batch in enumerate([*way.batches(3), *long, *way.batches(3)]):
-        torch.manual_seed(i)
-        loss = graph.step(batch)
-        torch.manual_seed(i)
-        assert_same_bits([loss], plain_step(models[1], optimizers[1], batch))
-    assert graph.captured == 2 * way.captures
-
-
-def test_a_table_that_grows_makes_other_graphs_stale(way: Way) -> None:
-    class Tables(Model):
-        table = torch.zeros(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[1] > len(self.table):
-                self.table = torch.arange(x.shape[1], device=x.device)[:, None] / 10
-            return super().forward(x + self.table[: x.shape[1]])
-
-    model = Tables().to(way.device)
-    way.models.append(model)
-    graph = TrainGraph(model, loss_fn, way.optimizer(model))
-    short, long = way.batches(3), way.batches(3, tokens=17)
-    captured = []
-    for batch in (*short[:2], *long[:2], *short, *long):
-        graph.step(batch)
-        captured.append(graph.captured)
-    assert captured == [n * way.captures for n in (0, 1, 0, 1, 1, 2, 2, 2, 2, 2)]
-
-
-class Leaving(Model):
-    """Its forward leaves results in attributes: for the loss, and for others to look at."""
-
-    penalty = latest = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.penalty, self.latest = y.square().mean(), y.detach()
-        return y + self.penalty
-
-
-def test_a_step_may_leave_tensors_in_attributes(way: Way) -> None:
-    models = [Leaving().to(way.device) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    way.models += models
-    optimizers = [way.optimizer(model) for model in models]
-    graph = TrainGraph(models[0], loss_fn, optimizers[0])
-    captured = []
-    for i, batch in enumerate([x for pair in zip(way.batches(4), way.batches(4, 17), strict=True) for x in pair]):
-        torch.manual_seed(i)
-        loss = graph.step(batch)
-        torch.manual_seed(i)
-        assert_same_bits([loss], plain_step(models[1], optimizers[1], batch))
-        captured.append(graph.captured)
-    assert captured == [n * way.captures for n in (0, 0, 1, 2, 2, 2, 2, 2)]
-    assert_same_bits([models[0].latest], [models[1].latest])
-
-
-def test_spent_graphs_are_cut_from_what_a_step_has_left() -> None:
-    """By themselves, in lists and in dicts; parameters, and what has no graph, are what they were."""
-    model, x = Leaving(), torch.ones((), requires_grad=True)
-    plain = torch.zeros(3)
-    model.penalty, model.latest, model.losses, model.named = x * 2, plain, [x * 3, plain], {"a": (x * 4,), "b": x}
-    parameters = list(model.parameters())
-    cut_spent_graphs(model.modules())
-    assert [float(t) for t in (model.penalty, model.losses[0], model.named["a"][0])] == [2, 3, 4]
-    assert all(t.grad_fn is None for t in (model.penalty, model.losses[0], model.named["a"][0]))
-    assert model.latest is model.losses[1] is plain and model.named["b"] is x
-    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
 
 
 def test_a_failed_step_leaves_no_gradients(way: Way) -> None:
@@ -715,7 +317,7 @@ def test_optimizers_that_cannot_be_captured(kind: str) -> None:
         train._check_capturable(optimizer)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_an_optimizer_is_refused_before_anything_happens() -> None:
     model = Model().cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -762,7 +364,7 @@ def gpu() -> Iterator[Way]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("source", ["device", "pinned"])
 def test_nothing_synchronises(gpu: Way, source: str) -> None:
     pair = Pair(gpu, max_norm=1.0, accumulate=2)
@@ -778,7 +380,7 @@ def test_nothing_synchronises(gpu: Way, source: str) -> None:
     assert pair.graph.captured == 1
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_batch_on_the_host(gpu: Way) -> None:
     graphs = []
     for host in (False, True):
@@ -795,7 +397,7 @@ def test_a_batch_on_the_host(gpu: Way) -> None:
     assert_same_bits(graphs[0], graphs[1])
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_steps_on_several_streams(gpu: Way) -> None:
     pair = Pair(gpu)
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -811,7 +413,7 @@ def test_steps_on_several_streams(gpu: Way) -> None:
     pair.check()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_within_another_capture(gpu: Way) -> None:
     pair = Pair(gpu)
     batch = gpu.batches(1)[0]
@@ -824,7 +426,7 @@ def test_within_another_capture(gpu: Way) -> None:
     pair.step(batch)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_graph_is_freed_when_it_is_dropped(gpu: Way) -> None:
     def train_a_little() -> None:
         model = gpu.model()
