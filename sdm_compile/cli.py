@@ -198,14 +198,15 @@ def _train(args: argparse.Namespace) -> int:
         if trainer.start_bits is None:
             trainer.start_bits = evaluate(model, corpus.validation, config.batch, config.length)
         speed = _learn(trainer, corpus, forward, path, args.save_every)
+        end_bits = evaluate(model, corpus.validation, config.batch, config.length)
     except KeyboardInterrupt:
         _checkpoint(trainer, corpus).save(path)
         print(f"\nstopped after step {trainer.step}; --resume goes on from {path}", file=sys.stderr)
         return INTERRUPTED
-    end_bits = evaluate(model, corpus.validation, config.batch, config.length)
 
     if not math.isfinite(end_bits):
         raise SystemExit(f"error: the run diverged: {end_bits} validation bits/byte; try a lower --lr")
+    _checkpoint(trainer, corpus).save(path)
     print(f"checkpoint: {path}\nsample:")
     stream = generate(model, forward, SAMPLE_PROMPT.encode(), temperature=0.8, top_p=0.95, seed=config.seed)
     decode_speed = _show(SAMPLE_PROMPT, islice(stream, args.sample), TextStream())
@@ -264,6 +265,9 @@ def _given(args: argparse.Namespace, config: type) -> dict[str, Any]:
 
 
 def _checkpoint(trainer: Trainer, corpus: Corpus) -> Checkpoint:
+    for name, parameter in trainer.model.named_parameters():
+        if not parameter.isfinite().all():  # before anything is saved over an earlier checkpoint
+            raise SystemExit(f"error: the run diverged: {name} is not finite at step {trainer.step}; try a lower --lr")
     return Checkpoint(
         model=trainer.model.config,
         training=trainer.config,
@@ -275,7 +279,7 @@ def _checkpoint(trainer: Trainer, corpus: Corpus) -> Checkpoint:
 
 
 def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_every: int) -> float | None:
-    """Trains to the last step, with a checkpoint now and then; returns tokens per second."""
+    """Trains to the last step, with a checkpoint now and then on the way; returns tokens per second."""
     config = trainer.config
     seconds = []
     with tqdm(total=config.steps, initial=min(trainer.step, config.steps), desc="training", unit="step") as bar:
@@ -285,13 +289,12 @@ def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_
             began = time.perf_counter()
             loss = trainer.train_step(forward, corpus).item()
             seconds.append(time.perf_counter() - began)
-            if not math.isfinite(loss):  # before anything is saved over an earlier checkpoint
+            if not math.isfinite(loss):
                 raise SystemExit(f"error: the loss is {loss} at step {trainer.step}; try a lower --lr")
             bar.set_postfix_str(f"{loss / math.log(2):.2f} bits/byte", refresh=False)
             bar.update()
             if trainer.step % save_every == 0:
                 _checkpoint(trainer, corpus).save(path)
-    _checkpoint(trainer, corpus).save(path)
     return _per_second(seconds, config.batch * config.length)
 
 
@@ -308,7 +311,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _show(prompt: str, tokens: Iterable[int], text: TextStream) -> float | None:
-    """Prints a prompt and what follows it, as it is made; returns tokens per second, apart from the first."""
+    """Prints a prompt and what follows it, as it is made; returns tokens per second, apart from the first two."""
     print(prompt, end="", flush=True)
     seconds = []
     began = time.perf_counter()
@@ -323,8 +326,8 @@ def _show(prompt: str, tokens: Iterable[int], text: TextStream) -> float | None:
 
 
 def _per_second(seconds: list[float], amount: int) -> float | None:
-    """Mean rate of equal pieces of work, apart from the first one, which compiles; None where there were no others."""
-    return amount * (len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None
+    """Mean rate of equal pieces of work, apart from the first two, which compile and capture; None without others."""
+    return amount * (len(seconds) - 2) / sum(seconds[2:]) if len(seconds) > 2 else None
 
 
 def _rate(per_second: float | None) -> str:

@@ -96,8 +96,11 @@ def test_train_fails_where_decoding_differs(
 
 
 def test_a_diverged_run_fails(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"the loss is|diverged"):
-        main([*settings(text, tmp_path / "run"), "--lr", "1e30"])
+    """Also where it does so at its last step, whose loss is that of the parameters before it."""
+    for i, options in enumerate(([], ["--steps", "1"])):
+        with pytest.raises(SystemExit, match=r"the loss is|diverged"):
+            main([*settings(text, tmp_path / f"run{i}"), "--lr", "1e30", *options])
+        assert not any((tmp_path / f"run{i}").iterdir())
 
 
 @pytest.mark.parametrize("moment", ["forward", "optimizer", "evaluation"])
