@@ -78,9 +78,12 @@ class Checkpoint:
                 raise ValueError(f"{path} is not a language model checkpoint of this package")
             if metadata["format_version"] != str(VERSION):
                 raise ValueError(f"{path} has format version {metadata['format_version']}; this one reads {VERSION}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        try:
             run = json.loads(metadata["run"])
             model = LMConfig(**run.pop("model"))
             training = run.pop("training")
             training = TrainConfig(**training | {"text": tuple(training["text"])})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        return cls(model=model, training=training, tensors=tensors, **run)
+            return cls(model=model, training=training, tensors=tensors, **run)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not say what a run needs: {error}") from error

@@ -132,7 +132,12 @@ def _add_generate(commands: Any) -> None:
         description="Continues a text with a trained model, shown byte by byte as it is made.",
     )
     add = command.add_argument
-    add("--checkpoint", type=Path, default=Path("sdm-run", CHECKPOINT), help="file to load (default: %(default)s)")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=Path("sdm-run", CHECKPOINT),
+        help="file or run's folder (default: %(default)s)",
+    )
     add("--prompt", default=SAMPLE_PROMPT, help="text to continue (default: %(default)r)")
     add("--max-tokens", type=_at_least(0), default=400, metavar="N", help="bytes at most (default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default: %(default)s)")
@@ -300,7 +305,8 @@ def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_
 
 def _generate(args: argparse.Namespace) -> int:
     with _refusals():
-        checkpoint = Checkpoint.load(args.checkpoint)
+        path = args.checkpoint / CHECKPOINT if args.checkpoint.is_dir() else args.checkpoint
+        checkpoint = Checkpoint.load(path)
         model = LanguageModel(checkpoint.model).to(pick_device(args.device))
         load_model(model, checkpoint.tensors)
         prompt = args.prompt.encode(errors="surrogateescape")

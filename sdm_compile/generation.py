@@ -26,7 +26,9 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     if temperature == 0:
         return int(logits.argmax())
     # One copy from the device, and few operations: on a GPU this takes longer than a small model's forward.
-    probabilities, tokens = (logits.cpu().double() / temperature).softmax(-1).sort(descending=True, stable=True)
+    logits = logits.cpu().double()
+    scaled = (logits - logits.max()) / temperature  # which overflows for no temperature
+    probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
     total = probabilities.cumsum(0)
     last = min(int(torch.searchsorted(total, top_p)), len(total) - 1)  # the first that reaches top_p
     if not total[last] > 0:

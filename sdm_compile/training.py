@@ -148,8 +148,17 @@ def next_byte_loss(forward: Forward, windows: Tensor) -> Tensor:
 
 
 def load_model(model: LanguageModel, tensors: dict[str, Tensor]) -> None:
-    """Loads the `model.` tensors of a checkpoint into a model."""
-    model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    """Loads the `model.` tensors of a checkpoint into a model.
+
+    Raises:
+        ValueError: they are not those of such a model.
+    """
+    try:
+        model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    except RuntimeError as error:
+        raise ValueError(
+            f"the checkpoint's tensors are not those of its model: {' '.join(str(error).split())}"
+        ) from error
 
 
 @contextmanager

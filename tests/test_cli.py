@@ -219,7 +219,15 @@ def test_checkpoint_files(text: Path, tmp_path: Path) -> None:
     save_file(tensors, other)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(path.read_bytes()[:100])
+    run = json.loads(metadata["run"])
+    unknown, unnamed, short = (tmp_path / f"{name}.safetensors" for name in ("unknown", "unnamed", "short"))
+    save_file(tensors, unknown, metadata | {"run": json.dumps(run | {"model": {"depth": 3}})})
+    save_file(tensors, unnamed, {name: value for name, value in metadata.items() if name != "run"})
+    save_file({name: x for name, x in tensors.items() if "head" not in name}, short, metadata)
     for file, message in [
+        (unknown, "does not say what a run needs: .*depth"),
+        (unnamed, "does not say what a run needs: 'run'"),
+        (short, "tensors are not those of its model: .*head"),
         (later, "format version 2; this one reads 1"),
         (other, "not a language model checkpoint"),
         (broken, "not a safetensors file"),
@@ -227,6 +235,7 @@ def test_checkpoint_files(text: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(SystemExit, match=message):
             main(["generate", "--checkpoint", str(file)])
+    assert main(["generate", "--checkpoint", str(path.parent), "--max-tokens", "3"]) == 0
 
 
 def test_failed_save_leaves_the_older_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
