@@ -1,10 +1,13 @@
-"""Inputs of the public write/read and decode calls: one list of named cases, made in any dtype from a seed."""
+"""Inputs of the public write/read and decode calls: one list of named cases, made in any dtype from a seed.
+
+And settings of layers, which between them take every path through one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,3 +187,15 @@ def values_and_gradients(call: Callable[..., Sequence[Tensor]], inputs: Inputs) 
     outputs = call(*inputs)
     values = [out.detach() for out in outputs]
     return values + gradients(outputs, inputs, upstream(inputs), retain_graph=False)
+
+LAYER_SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all": {
+        "normalize_readings": True,
+        "output_gate": True,
+        "query_batchnorm": True,
+        "key_weighted_decay": True,
+        "read_act": "l2_normalize",
+    },
+    "one head, zero memory": {"num_heads": 1, "backprop_on_memory": False},
+}

@@ -8,20 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig
 from sdm_compile.machine import why_not_compile
+from tests.cases import LAYER_SETTINGS
 
 MODES = {"train": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 LENGTHS = (5, 7, 2, 19, 8, 30)  # around and over the chunk size
-SETTINGS = {
-    "default": {},
-    "all": {
-        "normalize_readings": True,
-        "output_gate": True,
-        "query_batchnorm": True,
-        "key_weighted_decay": True,
-        "read_act": "l2_normalize",
-    },
-    "one head, zero memory": {"num_heads": 1, "backprop_on_memory": False},
-}
 
 
 def make_layer(**settings):
@@ -61,11 +51,11 @@ def start(layer, batch, mode):
     return state
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", LAYER_SETTINGS)
 @pytest.mark.parametrize("passed", [False, True], ids=["no state", "state"])
 @pytest.mark.parametrize("mode", MODES)
 def test_two_graphs_over_many_lengths(mode, passed, settings):
-    layer = make_layer(**SETTINGS[settings])
+    layer = make_layer(**LAYER_SETTINGS[settings])
     function, counter = compiled(layer)
     batch = layer.config.num_heads  # one head, one sequence: a single stream
     with MODES[mode]():

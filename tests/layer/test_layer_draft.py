@@ -13,20 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig, UnsupportedConfigurationError
+from tests.cases import LAYER_SETTINGS
 from tests.harness import assert_close, assert_same_bits
 
 SHAPE: dict[str, Any] = {"dim": 12, "num_heads": 2, "slots_per_head": 16, "num_writes": 3, "num_reads": 4}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "all": {
-        "normalize_readings": True,
-        "output_gate": True,
-        "query_batchnorm": True,
-        "key_weighted_decay": True,
-        "read_act": "l2_normalize",
-    },
-    "one head, zero memory": {"num_heads": 1, "backprop_on_memory": False},
-}
 DRAFTED = 4
 
 
@@ -45,11 +35,11 @@ def decode_(layer: SparseDeltaMemory, x: Tensor, state: SDMState, counts: Tensor
     return y
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", LAYER_SETTINGS)
 @pytest.mark.parametrize("counts", [(0, 0, 0), (2, 2, 2), (4, 4, 4), (1, 4, 0)], ids=str)
 @torch.no_grad()
 def test_it_is_decoding(settings: str, counts: tuple[int, ...]) -> None:
-    layer = make_layer(**SETTINGS[settings])
+    layer = make_layer(**LAYER_SETTINGS[settings])
     state = layer.init_state(3)
     layer(torch.randn(3, 20, 12, dtype=torch.float64), state)
     kept, sequential = copy.deepcopy(state), copy.deepcopy(state)
