@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .situation import Situation, current_situation
+from .working_memory import in_a_thread
 
 _counts: dict[torch.device, Tensor] = {}
 _lock = threading.Lock()
@@ -86,9 +87,16 @@ def repeat_count(device: torch.device) -> Tensor:
         if device not in _counts:
             if current_situation(device) is Situation.CAPTURING:
                 raise RuntimeError("a device's first call cannot be captured: run the same call once before capturing")
-            with torch.inference_mode(False):
-                _counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+            _counts[device] = _new_count(device)
         return _counts[device]
+
+
+def _new_count(device: torch.device) -> Tensor:
+    def new() -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros((), dtype=torch.int64, device=device)
+
+    return in_a_thread(torch.cuda.current_stream(device), new) if device.type == "cuda" else new()
 
 
 def add_repeats(repeats: Tensor) -> None:

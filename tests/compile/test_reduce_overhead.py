@@ -16,14 +16,20 @@ from torch import Tensor, nn
 from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig
 from sdm_compile.lm import LanguageModel, LMConfig, LMState
 from sdm_compile.machine import why_not_compile
+from sdm_compile.ops import repeats
 
 pytestmark = pytest.mark.skipif(why_not_compile() is not None, reason=str(why_not_compile()))
 BATCH, DIM = 2, 12
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A call that is not put into a graph is an error."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A call that is not put into a graph is an error. No test finds what an earlier call of the process has kept."""
+    monkeypatch.setattr(repeats, "_counts", {})
+    if request.param == "cuda":
+        from sdm_compile.ops.launch import free_captured_loops
+
+        free_captured_loops()
     with torch._inductor.config.patch({"triton.cudagraph_or_error": True}):
         yield request.param
 
