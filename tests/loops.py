@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
@@ -14,9 +15,13 @@ from sdm_compile.ops.repeats import repeat_count
 from sdm_compile.ops.write_read_cuda import Saving
 
 
-def _run(groups: Sequence[Sequence[StepLoop]]) -> None:
+def _run(groups: Sequence[Sequence[StepLoop]], in_place: bool) -> None:
     for loop in (loop for group in groups for loop in group):
         memory = own_memory(loop, torch.device("cpu"))
+        for x in filter(torch.is_tensor, tree_leaves(memory)):  # nothing relies on what it held
+            x.fill_(float("nan") if x.is_floating_point() else 127)
+        if in_place:
+            memory = loop.in_place(memory)
         loop.stage(memory)
         loop.couple(memory, None)
         loop.steps(memory, None)
@@ -35,16 +40,19 @@ def forward(
     slab: int,
     by_token: bool = False,
 ) -> None:
-    """`write_read_cuda` in slabs of so many steps, a power of two, written by token or by group."""
+    """`write_read_cuda` in slabs of so many steps, a power of two, written by token or by group.
+
+    Slabs of one step work in memory of their own, as those that are replayed do, the others in place.
+    """
     with (
         patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab),
         patch.object(write_read_cuda, "writes_by_token", lambda *args: by_token),
     ):
         loops = write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving, repeat_count(bank.device))
-        _run(list(loops))
+        _run(list(loops), in_place=slab > 1)
 
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:
-    """`backward_cuda` in slabs of so many steps, a power of two."""
+    """`backward_cuda` in slabs of so many steps, a power of two; in whose memory as in `forward`."""
     with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab):
-        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)))
+        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)), in_place=slab > 1)

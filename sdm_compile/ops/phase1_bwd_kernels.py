@@ -187,12 +187,14 @@ def _gates_kernel(
 
 
 @triton.jit
-def _tokens_kernel(p_dgate, p_dg, C: tl.constexpr, W: tl.constexpr, BI: tl.constexpr, BW: tl.constexpr):
+def _tokens_kernel(p_dgate, p_k_idx, p_dg, C: tl.constexpr, W: tl.constexpr, BI: tl.constexpr, BW: tl.constexpr):
     chunk = tl.program_id(1).to(tl.int64)
     o_i = tl.program_id(0) * BI + tl.arange(0, BI)
     o_w = tl.arange(0, BW)
     m = (o_i < C)[:, None] & (o_w < W)[None, :]
-    dgate = tl.load(p_dgate + chunk * (C * W) + o_i[:, None] * W + o_w[None, :], mask=m, other=0.0)
+    at = chunk * (C * W) + o_i[:, None] * W + o_w[None, :]
+    held = tl.load(p_k_idx + at, mask=m, other=-1) >= 0
+    dgate = tl.load(p_dgate + at, mask=held, other=0.0)
     tl.store(p_dg + chunk * C + o_i, tl.sum(dgate, axis=1), mask=o_i < C)
 
 
@@ -255,6 +257,8 @@ def launch_phase1_bwd(
         sort = JoinedSort(*(x[:count] for x in scratch[0]))
         rest = Phase1BwdScratch(*(x[:count] for x in scratch[1]))
         some_grads, some_inputs, some_outs = ([x[start : start + count] for x in side] for side in sides)
+        for x in some_outs:
+            x.zero_()
         launch_joined_sort(some_inputs[0], some_inputs[3], sort)
         launch_phase1_bwd_sorted(sort.keys, some_grads, some_inputs, some_outs, rest)
 
@@ -268,12 +272,14 @@ def launch_phase1_bwd_sorted(
 ) -> None:
     """Fills dk_val, dg and dq_val of N chunks, at most 65,535, whose writes and reads are sorted already.
 
+    What they hold for entries without a slot stays.
+
     Args:
         keys: [N, F] int64, as `launch_joined_sort` and `launch_slot_groups` sort them.
         grads: dk_eff, dq_w, dwrite_w, dA, dQK [N, C, *] and dgroup_decay [N, C * W], float32.
         inputs: k_idx, k_val, g, q_idx, q_val [N, C, *]. outs: dk_val, dg, dq_val. All contiguous.
         scratch: as `empty_phase1_bwd_sorted_scratch` has it for N chunks.
-    Note: launches and clears only, so that it can be captured.
+    Note: launches only, so that it can be captured.
     """
     dk_eff, dq_w, dwrite_w, dA, dQK, dgroup_decay = grads
     k_idx, k_val, g, q_idx, q_val = inputs
@@ -286,8 +292,6 @@ def launch_phase1_bwd_sorted(
     sizes = {"C": chunk, "W": writes, "R": reads, "B": config.places}
     tiles = scratch.firsts.shape[1]
     dgate = dg if gates == writes else scratch.dgate
-    for x in (dk_val, dgate, dq_val):
-        x.zero_()  # the kernels meet no entry without a slot
     _walk_kernel[(tiles, chunks)](
         *(keys, dk_eff, dq_w, dwrite_w, dA, dQK, k_val, g, q_val, dk_val, dq_val),
         *(scratch.dL, scratch.dlater, scratch.decay, scratch.firsts),
@@ -305,7 +309,7 @@ def launch_phase1_bwd_sorted(
     )
     if dgate is not dg:
         _tokens_kernel[(triton.cdiv(chunk, config.rows), chunks)](
-            *(dgate, dg),
+            *(dgate, k_idx, dg),
             C=chunk,
             W=writes,
             BI=config.rows,

@@ -147,8 +147,10 @@ def row_numbers_call(
     """
     steps, streams, entries = slot.shape
     payload, rows = addressable(payload), addressable(rows)
-    block = min(1024, triton.next_power_of_2(entries))
-    options = dict(E=rows_per_stream, F=entries, B=block, TABLE=table is not None, num_warps=4)
+    # One step after the other, of few streams: measured on an H200, us for 16 steps of 8192 groups, with 2 streams, in
+    # blocks of 1024, 4096 and 8192: 170, 133 and 127.
+    block = min(8192, triton.next_power_of_2(entries))
+    options = dict(E=rows_per_stream, F=entries, B=block, TABLE=table is not None, num_warps=max(1, block // 256))
     tensors = (where, payload, rows, where if table is None else table, slot, ordinal, numbers)
     args = (*tensors, where.shape[0], steps, rows_per_step, payload.shape[1])
     return KernelCall(_row_numbers_kernel, (streams,), args, options)
