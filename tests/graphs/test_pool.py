@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -119,6 +120,8 @@ def test_reset_copy_and_fork_touch_one_entry() -> None:
         (lambda pool: pool.copy(0, 4), ValueError, "entry 4 is not in use"),
         (lambda pool: pool.copy(4, 0), ValueError, "entry 4 is not in use"),
         (lambda pool: pool.fork(4), ValueError, "entry 4 is not in use"),
+        (lambda pool: pool.get(4), ValueError, "entry 4 is not in use"),
+        (lambda pool: pool.get(5), ValueError, "entry is 5; the pool's are"),
         (lambda pool: pool.at([0, 3]), ValueError, "entry 3 is not in use"),
         (lambda pool: pool.at([0, 5]), ValueError, "entry is 5"),
         (lambda pool: pool.at([2, -1, 0, 2]), ValueError, r"entries are \[2, -1, 0, 2\]; two rows of a batch"),
@@ -141,8 +144,10 @@ def test_a_released_entry_is_released_once_and_a_fork_needs_room() -> None:
     pool.acquire()
     pool.acquire()
     fill(pool, _0=7, _1=8)
-    with pytest.raises(RuntimeError, match="all 2 entries are in use"):
-        pool.fork(0)
+    for action in (pool.fork, lambda entry: pool.put(pool.get(entry))):
+        with pytest.raises(RuntimeError, match="all 2 entries are in use"):
+            action(0)
+    assert numbers(pool) == [7, 8] and pool.held == (0, 1)
     pool.release(1)
     with pytest.raises(ValueError, match="entry 1 is not in use"):
         pool.release(1)
@@ -172,6 +177,61 @@ def test_at_chooses_entries_of_every_state_in_the_tree() -> None:
     assert pool.at([])[0].entries.shape == (0,) and pool.at([])[0].entries.dtype == torch.int64
     with pytest.raises(TypeError, match="the state holds a Tensor outside any object with"):
         numbered_pool().at([-1])
+
+
+def test_an_entry_is_got_and_put_back() -> None:
+    pool = numbered_pool()
+    for _ in range(3):
+        pool.acquire()
+    fill(pool, _0=7, _1=8, _2=9)
+    kept = pool.get(1)
+    assert [leaf.shape for leaf in pytree.tree_leaves(kept)] == [(6, 3), (1,)]
+    assert isinstance(kept["a"], SDMState) and pool.held == (0, 1, 2)
+    fill(pool, _1=5)  # as calls do that advance it
+    pool.release(0)
+    assert pool.put(kept) == 0 and pool.held == (0, 1, 2)
+    assert numbers(pool) == [8, 5, 9, 4, 5]
+    for leaf in pytree.tree_leaves(kept):
+        leaf.fill_(3)
+    assert numbers(pool) == [8, 5, 9, 4, 5]
+    assert pool.put(kept) == 3 and numbers(pool) == [8, 5, 9, 3, 5]
+
+
+def test_nothing_of_the_autograd_graph_comes_in_or_out() -> None:
+    layer = make_layer("cpu")
+    pool = StatePool(layer.init_state(2), layer.init_state(1))
+    entry = pool.put(layer.init_state(1))  # requires a gradient
+    assert_same_bits(part(pool.state, entry, 2), [layer.memory])
+    with torch.inference_mode():
+        kept = pool.get(entry)
+        assert pool.put(SDMState(kept.bank + 1)) == 1
+    assert not (kept.bank.requires_grad or kept.bank.is_inference() or pool.state.bank.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        ({"a": SDMState(torch.zeros(6, 3))}, "the state's structure is .*; expected the pool's, "),
+        ({"a": SDMState(torch.zeros(6, 3)), "position": 4}, "leaf 1 of the state is a int; expected a tensor"),
+        (
+            {"a": SDMState(torch.zeros(12, 3)), "position": torch.zeros(2).long()},
+            r"tensor 0 of the state has shape \(12, 3\) .*; an entry of this pool takes \(6, 3\)",
+        ),
+        (
+            {"a": SDMState(torch.zeros(6, 3)), "position": torch.zeros(1)},
+            "tensor 1 of the state has .* dtype torch.float32; an entry of this pool takes .* torch.int64",
+        ),
+        (
+            {"a": SDMState(torch.zeros(6, 3), torch.tensor([0])), "position": torch.zeros(1).long()},
+            r"the state is one of chosen entries; expected that of one sequence, as get\(entry\)",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_takes_no_entry(state: Any, message: str) -> None:
+    pool = numbered_pool()
+    with pytest.raises(ValueError, match=message):
+        pool.put(state)
+    assert numbers(pool) == [1, 2, 3, 4, 5] and pool.held == ()
 
 
 def state_of(*shape: int, **options: Any) -> SDMState:
@@ -406,6 +466,48 @@ def test_modules_serve_each_request_as_if_it_were_alone(kind: str, device: str, 
         assert_close(results[name], expected, dtype)
 
 
+def bits_of(state: Any) -> list[Tensor]:
+    return [leaf.detach().cpu() for leaf in pytree.tree_leaves(state)]
+
+
+@pytest.mark.parametrize("dtype", BANKS, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["layer", "model"])
+@torch.no_grad()
+def test_a_request_moves_between_pools_and_files(kind: str, device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """From one pool to a file, to a state of its own on the CPU, to another pool: the bits are those of staying."""
+    module: torch.nn.Module = make_layer(device) if kind == "layer" else make_model(device)
+    if isinstance(module, SparseDeltaMemory):
+        initial, state = (module.init_state(batch, dtype) for batch in (1, CAPACITY))
+    else:
+        initial, state = (with_banks(module.init_state(batch), dtype) for batch in (1, CAPACITY))
+    pools = [StatePool(pytree.tree_map(torch.clone, state), initial) for _ in range(2)]
+    stays = initial.clone()
+
+    def advance(*states: Any) -> None:
+        x = torch.randn(1, 3, 12) if kind == "layer" else torch.randint(256, (1, 3))
+        outputs = [module(x.to(device), state)[0] for state in states]
+        assert_same_bits(outputs[1:], outputs[:1] * (len(outputs) - 1))
+
+    other, entry = pools[0].acquire(), pools[0].acquire()
+    advance(pools[0].at([other]))
+    advance(stays, pools[0].at([entry]))
+    kept = pools[0].get(entry)
+    pools[0].release(entry)
+    assert_same_bits(bits_of(kept), bits_of(stays))
+    pools[0].reset(other)
+    assert_same_bits(bits_of(kept), bits_of(stays))
+    advance(stays, kept)
+    torch.save(kept.to("cpu"), tmp_path / "request")
+    loaded = torch.load(tmp_path / "request", weights_only=True)
+    assert type(loaded) is type(state) and pytree.tree_leaves(loaded)[0].device.type == "cpu"
+    pools[1].acquire()
+    entry = pools[1].put(loaded)
+    advance(stays, pools[1].at([entry]))
+    assert_same_bits(bits_of(pools[1].get(entry)), bits_of(stays))
+    assert_same_bits(part(pools[1].state, 0), part(initial, 0, 1))
+
+
 # One captured step
 
 
@@ -462,7 +564,7 @@ def test_one_captured_step_serves_every_entry(kind: str, dtype: torch.dtype) -> 
     both(lambda pool: pool.copy(0, 2))
     both(lambda pool: pool.release(0))
     steps([-1, -1, 2], 2)
-    both(lambda pool: pool.acquire())
+    both(lambda pool: pool.put(pool.get(1)))
     steps([1, 0, 2], 3)
     both(lambda pool: pool.reset(1, 2))
     steps([2, 0, 1], 2)
@@ -484,6 +586,8 @@ def test_copies_do_not_wait_for_the_device() -> None:
         other = pool.fork(entry)
         pool.copy(other, entry)
         pool.reset(entry, other)
+        pool.release(other)
+        other = pool.put(pool.get(entry))
         pool.release(entry)
         for x in tokens:
             module(x, pool.at(entries))
