@@ -160,8 +160,8 @@ class _Recording:
             raise CaptureError(
                 f"this cannot be captured into a CUDA graph: {_reason(error)} (the cause, above, says where). A "
                 "captured call must not wait for the device or copy from it (.item(), .cpu(), printing a tensor, "
-                "shapes that depend on values), nor copy from memory that is not pinned; and what is kept of an earlier "
-                "training step must be detached"
+                "shapes that depend on values), nor copy from memory that is not pinned; and what is kept of an "
+                "earlier training step must be detached"
             ) from error
         finally:
             del error  # whose traceback holds this frame, and in those above it tensors of the failed capture
