@@ -26,6 +26,7 @@ from .ops import (
     sdm_write_read_,
 )
 from .ops.draft import check_accepted
+from .ops.situation import runs_now
 from .state import SDMState
 
 
@@ -247,7 +248,12 @@ class SparseDeltaMemory(nn.Module):
         return self.memory.to(device, dtype).repeat(batch, 1)
 
     def check_state(self, state: SDMState, batch: int) -> None:
-        """Raises ValueError where `state` is not one of this layer's for so many sequences."""
+        """Raises where `state` is not one of this layer's for so many sequences.
+
+        Raises:
+            ValueError: a shape, dtype or device. IndexError: an entry at or above the capacity, of an eager call on the
+            CPU. (On CUDA nothing looks at values, and it is padding; compiled on the CPU, the ops refuse its slot ids.)
+        """
         config, bank = self.config, state.bank
         if state.entries is not None:
             self._check_pool(bank, state.entries, batch)
@@ -271,6 +277,13 @@ class SparseDeltaMemory(nn.Module):
             raise ValueError(f"the state's entries have dtype {entries.dtype}; expected torch.int64")
         if entries.device != bank.device:
             raise ValueError(f"the state's entries are on {entries.device}; expected {bank.device}, where the bank is")
+        if batch and entries.device.type == "cpu" and runs_now(entries):
+            capacity, highest = bank.shape[0] // rows, int(entries.max())
+            if highest >= capacity:
+                raise IndexError(
+                    f"the state's entries hold {highest}, but its bank is a pool of {capacity}; entries are 0 to "
+                    f"{capacity - 1}, or negative for padding"
+                )
 
     def _exempt_from_weight_decay(self) -> None:
         for parameter in (self.A_log, self.dt_bias, self.memory):

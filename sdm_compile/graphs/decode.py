@@ -118,7 +118,8 @@ class DecodeGraph:
         Args:
             inputs: as the example's, with any batch B up to the largest size.
             entries: [B] int64 on the inputs' device: the entry of the state that each batch row uses, none twice; a
-                negative one is padding. None: 0 to B - 1.
+                negative one is padding; so is one beyond the state's capacity on CUDA, which the CPU refuses. None: 0
+                to B - 1.
         Returns:
             What `fn` returned. Tensors [size, ...] are cut to their first B rows, by themselves and in tuples, lists
             and dicts; what other objects hold, such as a draft's pending rows, stays whole. On CUDA all are views of

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from .checks import (
@@ -36,7 +35,7 @@ from .layout import empty
 from .registry import register
 from .repeats import repeat_count
 from .rows import load_rows, store_rows_
-from .situation import Situation, current_situation
+from .situation import runs_now
 
 MAX_TOKENS = 64  # of a draft: the ids of each are compared with those of all
 
@@ -169,15 +168,8 @@ class _BankMark(NamedTuple):
 
 
 def _mark(memory: Tensor) -> _BankMark | None:
-    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then.
-
-    A tensor that functorch wraps, in vmap or grad, has no address.
-    """
-    if torch.compiler.is_compiling() or isinstance(memory, FakeTensor):
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(memory):
-        return None
-    if current_situation(memory.device) is not Situation.EAGER:
+    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then."""
+    if not runs_now(memory):
         return None
     version = None if memory.is_inference() else memory._version
     return _BankMark(memory.data_ptr(), tuple(memory.shape), version)
