@@ -8,6 +8,7 @@ bank [num_slots, D]; every input [P, T, *]. A draft has the bits of T decode ste
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -160,11 +161,24 @@ commit_op = register(
 
 
 class _BankMark(NamedTuple):
-    """By which a bank is known again, and whether anything has been written to it since."""
+    """By which a bank is known again, and whether anything has been written to it since.
+
+    It is nothing outside of the process: pickled, it becomes None.
+    """
 
     address: int
     shape: tuple[int, ...]
+    storage: weakref.ref[torch.UntypedStorage]  # as another bank may come to lie at the address of one that was freed
     version: int | None  # None: a tensor made in inference mode has none
+
+    def of_same_bank(self, other: _BankMark) -> bool:
+        return self[:2] == other[:2] and self.storage() is other.storage()
+
+    def __deepcopy__(self, memo: object) -> _BankMark:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _mark(memory: Tensor) -> _BankMark | None:
@@ -172,7 +186,7 @@ def _mark(memory: Tensor) -> _BankMark | None:
     if not runs_now(memory):
         return None
     version = None if memory.is_inference() else memory._version
-    return _BankMark(memory.data_ptr(), tuple(memory.shape), version)
+    return _BankMark(memory.data_ptr(), tuple(memory.shape), weakref.ref(memory.untyped_storage()), version)
 
 
 @dataclass(eq=False)
@@ -182,7 +196,8 @@ class SDMPending:
     Args:
         new_rows: [P, T, W, D] the rows, in the bank's dtype; unspecified where the slot is negative.
         slots: [P, T, W] int32, the bank row of each; negative: no slot, or one that the token has written already.
-        bank: by which an eager commit knows the bank again; None where the draft was traced or captured.
+        bank: by which an eager commit knows the bank again; None where the draft was traced or captured, or comes out
+            of a file.
     """
 
     new_rows: Tensor
@@ -203,7 +218,9 @@ class SDMPending:
                 "memory was made under torch.inference_mode() and cannot be updated outside it: clone it first, or "
                 "make it outside inference mode"
             )
-        if now[:2] != self.bank[:2]:
+        if self.bank.storage() is None:
+            raise ValueError("memory is not the bank of the draft, which has been freed: draft again")
+        if not now.of_same_bank(self.bank):
             raise ValueError(
                 f"memory of shape {now.shape} at {now.address:#x} is not the bank of the draft, which has shape "
                 f"{self.bank.shape} and lies at {self.bank.address:#x}: pass that one, or draft again"
@@ -235,8 +252,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="sdm_compile.SDMPending",
-    to_dumpable_context=lambda bank: bank and list(bank),
-    from_dumpable_context=lambda kept: kept and _BankMark(kept[0], tuple(kept[1]), kept[2]),
+    to_dumpable_context=lambda bank: None,
+    from_dumpable_context=lambda kept: None,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
