@@ -163,7 +163,8 @@ class SparseDeltaMemory(nn.Module):
         """Advances the state in place by the first so many tokens of a draft.
 
         Args:
-            state: the draft's, unchanged since.
+            state: the draft's, unchanged since but for its entries: those of the draft count, so that a whole pool may
+                be given.
             pending: what `draft` returned.
             accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
         Raises:
@@ -175,9 +176,8 @@ class SparseDeltaMemory(nn.Module):
 
     def check_commit(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Raises where `commit_` would, as far as shapes and the state's version tell."""
-        batch = pending.slots.shape[0] // self.config.num_heads
-        self.check_state(state, batch)
-        check_accepted(accepted, batch, "[B]")
+        self._capacity(state.bank)  # of which the pending slots are rows, whatever entries it was drafted with
+        check_accepted(accepted, pending.slots.shape[0] // self.config.num_heads, "[B]")
         pending.check_bank(state.bank)
 
     def _check(self, x: Tensor, state: SDMState | None) -> None:
@@ -265,12 +265,18 @@ class SparseDeltaMemory(nn.Module):
                 f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
             )
 
-    def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
+    def _capacity(self, bank: Tensor, least: int = 0) -> int:
+        """How many sequences the bank has room for."""
         rows, dim = self.config.num_heads * self.config.slots_per_head, self.config.head_dim
-        if bank.dim() != 2 or bank.shape[0] == 0 or bank.shape[0] % rows or bank.shape[1] != dim:
+        if bank.dim() != 2 or bank.shape[0] < least * rows or bank.shape[0] % rows or bank.shape[1] != dim:
             raise ValueError(
-                f"the state's bank has shape {tuple(bank.shape)}; with entries expected (capacity * {rows}, {dim})"
+                f"the state's bank has shape {tuple(bank.shape)}; expected (capacity * {rows}, {dim}), with a capacity "
+                f"of at least {least}"
             )
+        return bank.shape[0] // rows
+
+    def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
+        capacity = self._capacity(bank, least=1)
         if entries.dim() != 1 or entries.shape[0] != batch:
             raise ValueError(f"the state's entries have shape {tuple(entries.shape)}; expected {(batch,)}, the batch")
         if entries.dtype != torch.int64:
@@ -278,7 +284,7 @@ class SparseDeltaMemory(nn.Module):
         if entries.device != bank.device:
             raise ValueError(f"the state's entries are on {entries.device}; expected {bank.device}, where the bank is")
         if batch and entries.device.type == "cpu" and runs_now(entries):
-            capacity, highest = bank.shape[0] // rows, int(entries.max())
+            highest = int(entries.max())
             if highest >= capacity:
                 raise IndexError(
                     f"the state's entries hold {highest}, but its bank is a pool of {capacity}; entries are 0 to "

@@ -480,7 +480,7 @@ def test_wrong_entries_are_refused():
         with pytest.raises(ValueError, match=message):
             layer(x, state.at(entries))
     for bank in (state.bank[:-1], state.bank[:0], state.bank[:, 1:], state.bank[0]):
-        with pytest.raises(ValueError, match=r"bank has shape .*; with entries expected \(capacity \* 32, 6\)"):
+        with pytest.raises(ValueError, match=r"bank has shape .*; expected \(capacity \* 32, 6\), .* at least 1"):
             layer(x, SDMState(bank, state.entries))
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
