@@ -28,7 +28,9 @@ class DecodeGraph:
 
     A smaller batch runs in the next larger size: inputs are padded with zeros, and entries with -1. Construction runs
     `fn` a few times for every size, with gradients off like every call; state, `mutates` and random numbers are then
-    as they were. A call copies its inputs, replays on the current stream, and waits for nothing.
+    as they were. To PyTorch the state was written to all the same, so that a draft of before is refused by its commit:
+    make the graph first, and draft then. A call copies its inputs, replays on the current stream, and waits for
+    nothing.
 
     What a graph relies on is looked at before every replay. It is captured again, which takes as long as construction,
     where a tensor of the state or of `mutates` has moved, a parameter, buffer or submodule was replaced, moved or

@@ -228,7 +228,8 @@ class SDMPending:
         if now.version != self.bank.version:
             raise RuntimeError(
                 f"memory has been written to since the draft (then version {self.bank.version}, now {now.version}), by "
-                "a commit of this draft, a step, or another request of the same pool: draft again"
+                "a commit of this draft, a step, another request of the same pool, or a DecodeGraph that was made of "
+                "its state: draft again"
             )
 
 
