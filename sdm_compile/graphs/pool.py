@@ -61,16 +61,22 @@ class StatePool(Generic[State]):
         return tuple(sorted(self._held))
 
     def at(self, entries: Sequence[int] | Tensor) -> State:
-        """The state of a batch whose rows use these entries, sharing the pool's memory.
+        """The state of a batch whose rows use these entries, sharing the pool's memory. With grad mode off alone: a
+        call with it on leaves its state as it was, and would return a copy of the whole pool.
 
         Args:
             entries: [B]. Ints are checked, and copied to the device, which waits for it; negative ones are padding. An
                 int64 tensor on the state's device is taken as it is: nothing looks at its values, and it may be
                 changed in place between calls or replays.
         Raises:
-            ValueError: an int that is not in use, or twice the same. TypeError: the state holds a tensor that is not
-            part of an SDMState, LMState or other object with `at(entries)`.
+            RuntimeError: grad mode is on. ValueError: an int that is not in use, or twice the same. TypeError: the
+            state holds a tensor that is not part of an SDMState, LMState or other object with `at(entries)`.
         """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "pool.at() was called with grad mode on, in which a call leaves the pool as it is: serve under "
+                "torch.no_grad() or torch.inference_mode(); for gradients, use pool.state.at(entries)"
+            )
         if not isinstance(entries, Tensor):
             real = [entry for entry in entries if not (isinstance(entry, int) and entry < 0)]
             self._check_held(*real)

@@ -109,6 +109,7 @@ def test_reset_copy_and_fork_touch_one_entry() -> None:
     assert numbers(pool) == [9, 8, 0, 0, 5]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(
     "action, error, message",
     [
@@ -164,6 +165,25 @@ def test_a_copy_that_fails_takes_no_entry() -> None:
         assert pool.held == ()
 
 
+def test_at_is_for_calls_without_gradients() -> None:
+    """With them, a model would leave the pool as it is, and say nothing."""
+    model = make_model("cpu")
+    pool = StatePool(model.init_state(2), model.init_state(1))
+    entry, tokens = pool.acquire(), torch.tensor([[1, 2, 3]])
+    before = part(pool.state, entry, 2)
+    for entries in ([entry], torch.tensor([entry])):
+        with pytest.raises(RuntimeError, match=r"with grad mode on, .*: serve under torch\.no_grad\(\)"):
+            pool.at(entries)
+    _, after = model(tokens, pool.state.at(torch.tensor([entry])))
+    assert_same_bits(part(pool.state, entry, 2), before)
+    for mode in (torch.no_grad, torch.inference_mode):
+        pool.reset(entry)
+        with mode():
+            model(tokens, pool.at([entry]))
+        assert_same_bits(part(pool.state, entry, 2), part(pytree.tree_map(torch.detach, after.at(None)), entry, 2))
+
+
+@torch.no_grad()
 def test_at_chooses_entries_of_every_state_in_the_tree() -> None:
     states = (SDMState(torch.zeros(8, 3)), [SDMState(torch.zeros(12, 2))])
     pool = StatePool(states, (SDMState(torch.zeros(2, 3)), [SDMState(torch.zeros(3, 2))]))
@@ -431,6 +451,7 @@ def emptied(state: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", BANKS, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
 def test_ops_serve_each_request_as_if_it_were_alone(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     initial = SDMState(torch.randn(HEADS * SLOTS, DIM).to(device, dtype))
