@@ -157,7 +157,8 @@ class StatePool(Generic[State]):
         """Takes the first free entry, and gives it a copy of this state's rows, with their bits.
 
         Args:
-            state: of one sequence, such as `get` gave or a file held, or a model has advanced; on any device.
+            state: of one sequence, such as `get` gave or a file held, or a model has advanced; on any device: from
+                another one the copy may wait.
         Raises:
             ValueError: it differs from this pool's entries in structure, shape or dtype. RuntimeError: there is no free
             entry.
