@@ -2,6 +2,8 @@
 
 The file's metadata carries a format version and, as JSON, the model's sizes, the training settings and where the run
 stands. It is written beside its final name and then renamed, so a checkpoint is always a whole one.
+
+model = load_language_model("sdm-run")        what a run left in its folder: the model alone
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .lm import LMConfig
-from .training import TrainConfig
+from .lm import LanguageModel, LMConfig
+from .training import TrainConfig, load_model
 
+CHECKPOINT = "checkpoint.safetensors"  # its name in a run's folder
 FORMAT = "sdm_compile.lm"
 VERSION = 1
 
@@ -59,13 +63,18 @@ class Checkpoint:
             partial.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: Path) -> Checkpoint:
+    def load(cls, path: str | Path) -> Checkpoint:
         """Reads a checkpoint, its tensors on the CPU.
 
+        Args:
+            path: the file, or the folder of the run.
         Raises:
             FileNotFoundError: there is none.
             ValueError: the file is not a checkpoint, or is of another format version.
         """
+        path = Path(path)
+        if path.is_dir():
+            path = path / CHECKPOINT
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}")
         try:
@@ -87,3 +96,18 @@ class Checkpoint:
             return cls(model=model, training=training, tensors=tensors, **run)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} does not say what a run needs: {error}") from error
+
+
+def load_language_model(path: str | Path, device: torch.device | str | None = None) -> LanguageModel:
+    """The trained model of a checkpoint, in evaluation mode.
+
+    Args:
+        path: the file, or the folder of the run.
+        device: where the model is to be; None: the CPU.
+    Raises:
+        FileNotFoundError: there is no checkpoint. ValueError: the file is none of this package's, or is damaged.
+    """
+    checkpoint = Checkpoint.load(path)
+    model = LanguageModel(checkpoint.model)
+    load_model(model, checkpoint.tensors)
+    return model.to(device or "cpu").eval()

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .checkpoint import Checkpoint
+from .checkpoint import CHECKPOINT, Checkpoint, load_language_model
 from .doctor import examine
 from .generation import TextStream, decode_differences, generate
 from .lm import LanguageModel, LMConfig
 from .machine import describe_device, pick_device, why_not_compile
 from .text import Corpus
-from .training import Forward, TrainConfig, Trainer, evaluate, load_model
+from .training import Forward, TrainConfig, Trainer, evaluate
 
-CHECKPOINT = "checkpoint.safetensors"
 INTERRUPTED = 130  # the exit status that shells give a process ended by Ctrl-C
 SAMPLE_PROMPT = "The "
 
@@ -305,10 +304,7 @@ def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_
 
 def _generate(args: argparse.Namespace) -> int:
     with _refusals():
-        path = args.checkpoint / CHECKPOINT if args.checkpoint.is_dir() else args.checkpoint
-        checkpoint = Checkpoint.load(path)
-        model = LanguageModel(checkpoint.model).to(pick_device(args.device))
-        load_model(model, checkpoint.tensors)
+        model = load_language_model(args.checkpoint, pick_device(args.device))
         prompt = args.prompt.encode(errors="surrogateescape")
         forward = _forward(model, args.compile)
         stream = generate(model, forward, prompt, temperature=args.temperature, top_p=args.top_p, seed=args.seed)

@@ -26,6 +26,7 @@ from .ops import (
     sdm_write_read_,
 )
 from .ops.draft import check_accepted
+from .ops.situation import runs_now
 from .state import SDMState
 
 
@@ -162,7 +163,8 @@ class SparseDeltaMemory(nn.Module):
         """Advances the state in place by the first so many tokens of a draft.
 
         Args:
-            state: the draft's, unchanged since.
+            state: the draft's, unchanged since but for its entries: those of the draft count, so that a whole pool may
+                be given.
             pending: what `draft` returned.
             accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
         Raises:
@@ -174,9 +176,8 @@ class SparseDeltaMemory(nn.Module):
 
     def check_commit(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Raises where `commit_` would, as far as shapes and the state's version tell."""
-        batch = pending.slots.shape[0] // self.config.num_heads
-        self.check_state(state, batch)
-        check_accepted(accepted, batch, "[B]")
+        self._capacity(state.bank)  # of which the pending slots are rows, whatever entries it was drafted with
+        check_accepted(accepted, pending.slots.shape[0] // self.config.num_heads, "[B]")
         pending.check_bank(state.bank)
 
     def _check(self, x: Tensor, state: SDMState | None) -> None:
@@ -247,7 +248,12 @@ class SparseDeltaMemory(nn.Module):
         return self.memory.to(device, dtype).repeat(batch, 1)
 
     def check_state(self, state: SDMState, batch: int) -> None:
-        """Raises ValueError where `state` is not one of this layer's for so many sequences."""
+        """Raises where `state` is not one of this layer's for so many sequences.
+
+        Raises:
+            ValueError: a shape, dtype or device. IndexError: an entry at or above the capacity, of an eager call on the
+            CPU. (On CUDA nothing looks at values, and it is padding; compiled on the CPU, the ops refuse its slot ids.)
+        """
         config, bank = self.config, state.bank
         if state.entries is not None:
             self._check_pool(bank, state.entries, batch)
@@ -259,18 +265,31 @@ class SparseDeltaMemory(nn.Module):
                 f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
             )
 
-    def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
+    def _capacity(self, bank: Tensor, least: int = 0) -> int:
+        """How many sequences the bank has room for."""
         rows, dim = self.config.num_heads * self.config.slots_per_head, self.config.head_dim
-        if bank.dim() != 2 or bank.shape[0] == 0 or bank.shape[0] % rows or bank.shape[1] != dim:
+        if bank.dim() != 2 or bank.shape[0] < least * rows or bank.shape[0] % rows or bank.shape[1] != dim:
             raise ValueError(
-                f"the state's bank has shape {tuple(bank.shape)}; with entries expected (capacity * {rows}, {dim})"
+                f"the state's bank has shape {tuple(bank.shape)}; expected (capacity * {rows}, {dim}), with a capacity "
+                f"of at least {least}"
             )
+        return bank.shape[0] // rows
+
+    def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
+        capacity = self._capacity(bank, least=1)
         if entries.dim() != 1 or entries.shape[0] != batch:
             raise ValueError(f"the state's entries have shape {tuple(entries.shape)}; expected {(batch,)}, the batch")
         if entries.dtype != torch.int64:
             raise ValueError(f"the state's entries have dtype {entries.dtype}; expected torch.int64")
         if entries.device != bank.device:
             raise ValueError(f"the state's entries are on {entries.device}; expected {bank.device}, where the bank is")
+        if batch and entries.device.type == "cpu" and runs_now(entries):
+            highest = int(entries.max())
+            if highest >= capacity:
+                raise IndexError(
+                    f"the state's entries hold {highest}, but its bank is a pool of {capacity}; entries are 0 to "
+                    f"{capacity - 1}, or negative for padding"
+                )
 
     def _exempt_from_weight_decay(self) -> None:
         for parameter in (self.A_log, self.dt_bias, self.memory):

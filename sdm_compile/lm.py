@@ -309,10 +309,9 @@ class LanguageModel(nn.Module):
         """
         state = state.at(pending.entries)
         self._check_state(state, pending.windows[0].shape[0])
-        memories = [memory.at(state.entries) for memory in state.memories]
-        for block, memory, rows in zip(self._blocks(), memories, pending.memories, strict=True):
+        for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
             block.sdm.check_commit(memory, rows, accepted)
-        for block, memory, rows in zip(self._blocks(), memories, pending.memories, strict=True):
+        for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
             block.sdm.commit_(memory, rows, accepted)
         places = _places(state)
         for tail, window in zip(state.tails, pending.windows, strict=True):

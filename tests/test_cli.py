@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sdm_compile import cli, doctor, machine
-from sdm_compile.checkpoint import Checkpoint
+from sdm_compile.checkpoint import Checkpoint, load_language_model
 from sdm_compile.cli import main
 from sdm_compile.text import Corpus
 
@@ -254,15 +254,39 @@ def test_failed_save_leaves_the_older_checkpoint(text: Path, tmp_path: Path, mon
     assert [entry.name for entry in out.iterdir()] == [cli.CHECKPOINT]
 
 
-# Generation
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_bytes(b"abcdefgh " * 100)
     assert main(settings(folder / "text", folder, steps=60)) == 0
     return folder / cli.CHECKPOINT
+
+
+@pytest.mark.parametrize("device", [None, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_is_loaded_by_one_call(device: str | None, trained: Path) -> None:
+    """From the folder or the file, as a path or its name."""
+    tensors = load_file(trained)
+    for path in (trained, str(trained), trained.parent, str(trained.parent)):
+        model = load_language_model(path) if device is None else load_language_model(path, device)
+        assert model.config.dim == 16 and model.config.num_reads == 3 and not model.training
+        for name, x in model.state_dict().items():
+            assert x.device.type == (device or "cpu") and torch.equal(x.cpu(), tensors[f"model.{name}"])
+    tokens = torch.tensor([list(b"abcdefgh abc")], device=device or "cpu")
+    assert model(tokens)[0][0, -1].argmax() == ord("d")
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint at {trained.parent.parent / cli.CHECKPOINT}"):
+        load_language_model(trained.parent.parent)
+    with pytest.raises(ValueError, match="text is not a safetensors file"):
+        load_language_model(trained.parent / "text")
+
+
+def test_generate_loads_as_users_do(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli, "load_language_model", lambda *args: (calls.append(args), load_language_model(*args))[1])
+    assert main(["generate", "--checkpoint", str(trained.parent), "--max-tokens", "1"]) == 0
+    assert calls == [(trained.parent, torch.device("cpu"))]
+
+
+# Generation
 
 
 def test_generation(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:

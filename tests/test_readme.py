@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,18 @@ def test_links_lead_to_files():
     assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the main job has been run."""
+    folder = tmp_path_factory.mktemp("readme")
+    with chdir(folder):
+        assert main(shlex.split(RUN_HERE["python -m sdm_compile"])) == 0
+    return folder
+
+
 @pytest.mark.parametrize("line, code", PYTHON, ids=[f"line-{line + 1}" for line, _ in PYTHON])
-def test_python_block_runs(line, code):
+def test_python_block_runs(line, code, folder, monkeypatch):
+    monkeypatch.chdir(folder)
     reason = why_not_compile()
     if "torch.compile" in code and reason:
         pytest.skip(reason)

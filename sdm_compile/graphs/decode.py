@@ -28,7 +28,9 @@ class DecodeGraph:
 
     A smaller batch runs in the next larger size: inputs are padded with zeros, and entries with -1. Construction runs
     `fn` a few times for every size, with gradients off like every call; state, `mutates` and random numbers are then
-    as they were. A call copies its inputs, replays on the current stream, and waits for nothing.
+    as they were. To PyTorch the state was written to all the same, so that a draft of before is refused by its commit:
+    make the graph first, and draft then. A call copies its inputs, replays on the current stream, and waits for
+    nothing.
 
     What a graph relies on is looked at before every replay. It is captured again, which takes as long as construction,
     where a tensor of the state or of `mutates` has moved, a parameter, buffer or submodule was replaced, moved or
@@ -118,7 +120,8 @@ class DecodeGraph:
         Args:
             inputs: as the example's, with any batch B up to the largest size.
             entries: [B] int64 on the inputs' device: the entry of the state that each batch row uses, none twice; a
-                negative one is padding. None: 0 to B - 1.
+                negative one is padding; so is one beyond the state's capacity on CUDA, which the CPU refuses. None: 0
+                to B - 1.
         Returns:
             What `fn` returned. Tensors [size, ...] are cut to their first B rows, by themselves and in tuples, lists
             and dicts; what other objects hold, such as a draft's pending rows, stays whole. On CUDA all are views of

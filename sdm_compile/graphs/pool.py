@@ -4,7 +4,9 @@ pool = StatePool(model.init_state(32), model.init_state(1))
 entry = pool.acquire()                        rows of the entry = rows of the initial state
 model(tokens, pool.at([entry]))               with grad mode off: advances that entry alone, in place
 other = pool.fork(entry)                      a second request goes on from the same prefix
+kept = pool.get(entry)                        a copy: model(tokens, kept), torch.save(kept, path), kept.to("cpu")
 pool.release(entry)
+entry = pool.put(kept)                        goes on where it was, here or in another pool
 
 Which entries are in use is known to the host; their rows are copied on the device, in place and without waiting, so
 that captured graphs which hold the addresses go on to work.
@@ -43,12 +45,12 @@ class StatePool(Generic[State]):
     """
 
     def __init__(self, state: State, initial: State) -> None:
-        for part in pytree.tree_leaves((state, initial), is_leaf=chooses):
-            if getattr(part, "entries", None) is not None:
-                raise ValueError("the state is one of chosen entries; a pool is made from the whole: state.at(None)")
+        if _has_entries((state, initial)):
+            raise ValueError("the state is one of chosen entries; a pool is made from the whole: state.at(None)")
         self.capacity = _capacity(state, initial)
         self.state: State = pytree.tree_map(torch.detach, state)
-        self._leaves: list[Tensor] = pytree.tree_leaves(self.state)
+        self._leaves: list[Tensor]
+        self._leaves, self._spec = pytree.tree_flatten(self.state)
         with torch.inference_mode(False), torch.no_grad():
             self._initial: list[Tensor] = [leaf.clone() for leaf in pytree.tree_leaves(initial)]
         self._held: set[int] = set()
@@ -59,16 +61,22 @@ class StatePool(Generic[State]):
         return tuple(sorted(self._held))
 
     def at(self, entries: Sequence[int] | Tensor) -> State:
-        """The state of a batch whose rows use these entries, sharing the pool's memory.
+        """The state of a batch whose rows use these entries, sharing the pool's memory. With grad mode off alone: a
+        call with it on leaves its state as it was, and would return a copy of the whole pool.
 
         Args:
             entries: [B]. Ints are checked, and copied to the device, which waits for it; negative ones are padding. An
                 int64 tensor on the state's device is taken as it is: nothing looks at its values, and it may be
                 changed in place between calls or replays.
         Raises:
-            ValueError: an int that is not in use, or twice the same. TypeError: the state holds a tensor that is not
-            part of an SDMState, LMState or other object with `at(entries)`.
+            RuntimeError: grad mode is on. ValueError: an int that is not in use, or twice the same. TypeError: the
+            state holds a tensor that is not part of an SDMState, LMState or other object with `at(entries)`.
         """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "pool.at() was called with grad mode on, in which a call leaves the pool as it is: serve under "
+                "torch.no_grad() or torch.inference_mode(); for gradients, use pool.state.at(entries)"
+            )
         if not isinstance(entries, Tensor):
             real = [entry for entry in entries if not (isinstance(entry, int) and entry < 0)]
             self._check_held(*real)
@@ -134,6 +142,50 @@ class StatePool(Generic[State]):
         self._held.add(entry)
         return entry
 
+    def get(self, entry: int) -> State:
+        """What an entry holds, as a state of one sequence: a copy, outside the autograd graph, that calls advance as
+        any other. The entry stays in use; to take a request out of the pool, release it then.
+
+        Raises:
+            ValueError: it is not in use.
+        """
+        self._check_held(entry)
+        with torch.inference_mode(False), torch.no_grad():
+            return pytree.tree_unflatten([part.clone() for part in self._load(entry)], self._spec)
+
+    def put(self, state: State) -> int:
+        """Takes the first free entry, and gives it a copy of this state's rows, with their bits.
+
+        Args:
+            state: of one sequence, such as `get` gave or a file held, or a model has advanced; on any device: from
+                another one the copy may wait.
+        Raises:
+            ValueError: it differs from this pool's entries in structure, shape or dtype. RuntimeError: there is no free
+            entry.
+        """
+        parts = self._parts(state)
+        entry = self._free()
+        self._store(entry, parts)
+        self._held.add(entry)
+        return entry
+
+    def _parts(self, state: Any) -> list[Tensor]:
+        """The tensors of a state that fits into an entry."""
+        if _has_entries(state):
+            raise ValueError("the state is one of chosen entries; expected that of one sequence, as get(entry) gives")
+        parts, spec = pytree.tree_flatten(state)
+        if spec != self._spec:
+            raise ValueError(f"the state's structure is {spec}; expected the pool's, {self._spec}")
+        for i, (part, initial) in enumerate(zip(parts, self._initial, strict=True)):
+            if not isinstance(part, Tensor):
+                raise ValueError(f"leaf {i} of the state is a {type(part).__name__}; expected a tensor")
+            if (part.shape, part.dtype) != (initial.shape, initial.dtype):
+                raise ValueError(
+                    f"tensor {i} of the state has shape {tuple(part.shape)} and dtype {part.dtype}; an entry of this "
+                    f"pool takes {tuple(initial.shape)} and {initial.dtype}: the state of one sequence, as initial was"
+                )
+        return parts
+
     def _free(self) -> int:
         if len(self._held) == self.capacity:
             raise RuntimeError(f"all {self.capacity} entries are in use; release one, or make a larger pool")
@@ -155,6 +207,11 @@ class StatePool(Generic[State]):
     def _store(self, entry: int, parts: list[Tensor]) -> None:
         for kept, part in zip(self._load(entry), parts, strict=True):
             kept.copy_(part)
+
+
+def _has_entries(state: Any) -> bool:
+    parts = pytree.tree_leaves(state, is_leaf=chooses)
+    return any(getattr(part, "entries", None) is not None for part in parts)
 
 
 def _capacity(state: Any, initial: Any) -> int:

@@ -8,13 +8,13 @@ bank [num_slots, D]; every input [P, T, *]. A draft has the bits of T decode ste
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from .checks import (
@@ -36,7 +36,7 @@ from .layout import empty
 from .registry import register
 from .repeats import repeat_count
 from .rows import load_rows, store_rows_
-from .situation import Situation, current_situation
+from .situation import runs_now
 
 MAX_TOKENS = 64  # of a draft: the ids of each are compared with those of all
 
@@ -161,26 +161,32 @@ commit_op = register(
 
 
 class _BankMark(NamedTuple):
-    """By which a bank is known again, and whether anything has been written to it since."""
+    """By which a bank is known again, and whether anything has been written to it since.
+
+    It is nothing outside of the process: pickled, it becomes None.
+    """
 
     address: int
     shape: tuple[int, ...]
+    storage: weakref.ref[torch.UntypedStorage]  # as another bank may come to lie at the address of one that was freed
     version: int | None  # None: a tensor made in inference mode has none
+
+    def of_same_bank(self, other: _BankMark) -> bool:
+        return self[:2] == other[:2] and self.storage() is other.storage()
+
+    def __deepcopy__(self, memo: object) -> _BankMark:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _mark(memory: Tensor) -> _BankMark | None:
-    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then.
-
-    A tensor that functorch wraps, in vmap or grad, has no address.
-    """
-    if torch.compiler.is_compiling() or isinstance(memory, FakeTensor):
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(memory):
-        return None
-    if current_situation(memory.device) is not Situation.EAGER:
+    """None where the call is only being traced or captured: it will run at another time, on a bank as it is then."""
+    if not runs_now(memory):
         return None
     version = None if memory.is_inference() else memory._version
-    return _BankMark(memory.data_ptr(), tuple(memory.shape), version)
+    return _BankMark(memory.data_ptr(), tuple(memory.shape), weakref.ref(memory.untyped_storage()), version)
 
 
 @dataclass(eq=False)
@@ -190,7 +196,8 @@ class SDMPending:
     Args:
         new_rows: [P, T, W, D] the rows, in the bank's dtype; unspecified where the slot is negative.
         slots: [P, T, W] int32, the bank row of each; negative: no slot, or one that the token has written already.
-        bank: by which an eager commit knows the bank again; None where the draft was traced or captured.
+        bank: by which an eager commit knows the bank again; None where the draft was traced or captured, or comes out
+            of a file.
     """
 
     new_rows: Tensor
@@ -211,7 +218,9 @@ class SDMPending:
                 "memory was made under torch.inference_mode() and cannot be updated outside it: clone it first, or "
                 "make it outside inference mode"
             )
-        if now[:2] != self.bank[:2]:
+        if self.bank.storage() is None:
+            raise ValueError("memory is not the bank of the draft, which has been freed: draft again")
+        if not now.of_same_bank(self.bank):
             raise ValueError(
                 f"memory of shape {now.shape} at {now.address:#x} is not the bank of the draft, which has shape "
                 f"{self.bank.shape} and lies at {self.bank.address:#x}: pass that one, or draft again"
@@ -219,7 +228,8 @@ class SDMPending:
         if now.version != self.bank.version:
             raise RuntimeError(
                 f"memory has been written to since the draft (then version {self.bank.version}, now {now.version}), by "
-                "a commit of this draft, a step, or another request of the same pool: draft again"
+                "a commit of this draft, a step, another request of the same pool, or a DecodeGraph that was made of "
+                "its state: draft again"
             )
 
 
@@ -243,8 +253,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="sdm_compile.SDMPending",
-    to_dumpable_context=lambda bank: bank and list(bank),
-    from_dumpable_context=lambda kept: kept and _BankMark(kept[0], tuple(kept[1]), kept[2]),
+    to_dumpable_context=lambda bank: None,
+    from_dumpable_context=lambda kept: None,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 class Situation(Enum):
@@ -20,3 +22,18 @@ def current_situation(device: torch.device) -> Situation:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return Situation.CAPTURING
     return Situation.EAGER
+
+
+def runs_now(tensor: Tensor) -> bool:
+    """Whether a call with this tensor runs as it is made, so that Python may look at what the tensor is.
+
+    A call that is traced or captured runs at another time, on tensors as they are then; one that functorch transforms
+    (vmap, grad) gets tensors without an address or values of their own.
+    """
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):  # first, for a tracer to go no further
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx
+        return False
+    return current_situation(tensor.device) is Situation.EAGER

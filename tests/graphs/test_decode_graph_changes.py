@@ -238,6 +238,26 @@ def test_a_draft_from_before_a_step_is_refused(device: str) -> None:
     assert_same_bits(tensors_of(state), before)
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_a_draft_from_before_a_construction_is_refused(device: str, pooled: bool) -> None:
+    """And says so, as the state is as it was; one that is made again has the same logits, and is taken."""
+    model = make_model(device)
+    state, tokens = model.init_state(2), torch.randint(256, (2, 3), device=device)
+    accepted = torch.tensor([1, 2], device=device)
+    logits, pending = model.draft(tokens, state)
+    before = tensors_of(state)
+    DecodeGraph(model, state, random_tokens(2, device), pooled=pooled)
+    with pytest.raises(RuntimeError, match="or a DecodeGraph that was made of its state: draft again"):
+        model.commit_(state, pending, accepted)
+    assert_same_bits(tensors_of(state), before)
+    again, pending = model.draft(tokens, state)
+    assert_same_bits(again, logits)
+    model.commit_(state, pending, accepted)
+    assert not torch.equal(tensors_of(state)[0], before[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_a_draft_of_a_padded_batch_is_committed_whole(device: str) -> None:

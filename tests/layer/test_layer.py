@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig, reference
@@ -436,9 +438,33 @@ def test_an_entry_beyond_the_pool_is_refused_on_the_cpu(entry, tokens, grad):
     layer = make_layer()
     state = pool_of(layer, 3, [1, entry])
     kept = state.bank.clone()
-    with torch.set_grad_enabled(grad), pytest.raises(IndexError, match="but memory has 96 rows"):
+    message = f"the state's entries hold {entry}, but its bank is a pool of 3; entries are 0 to 2, or negative"
+    with torch.set_grad_enabled(grad), pytest.raises(IndexError, match=message):
         layer(make_x(2, tokens, layer), state)
+    with pytest.raises(IndexError, match=message):
+        layer.draft(make_x(2, tokens, layer), state)
     assert torch.equal(state.bank, kept)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_traced_call_looks_at_no_entries(tokens):
+    """The traced function is one for all entries."""
+    layer = make_layer().eval()
+    x, state = make_x(2, tokens, layer), pool_of(layer, 3, [2, -1])
+
+    def call(bank, entries):
+        y, after = layer(x, SDMState(bank, entries))
+        return y, after.bank
+
+    with torch.no_grad():
+        traced = make_fx(call)(state.bank.clone(), torch.tensor([1, -1]))
+        got, expected = (f(state.bank.clone(), state.entries) for f in (traced, call))
+        assert_same(got, expected)
+        with pytest.raises(IndexError, match="but memory has 96 rows"):
+            traced(state.bank.clone(), torch.tensor([3, 0]))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            y, _ = call(mode.from_tensor(state.bank), mode.from_tensor(state.entries))
+        assert y.shape == (2, tokens, 12)
 
 
 def test_wrong_entries_are_refused():
@@ -454,7 +480,7 @@ def test_wrong_entries_are_refused():
         with pytest.raises(ValueError, match=message):
             layer(x, state.at(entries))
     for bank in (state.bank[:-1], state.bank[:0], state.bank[:, 1:], state.bank[0]):
-        with pytest.raises(ValueError, match=r"bank has shape .*; with entries expected \(capacity \* 32, 6\)"):
+        with pytest.raises(ValueError, match=r"bank has shape .*; expected \(capacity \* 32, 6\), .* at least 1"):
             layer(x, SDMState(bank, state.entries))
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 

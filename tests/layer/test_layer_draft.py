@@ -56,6 +56,28 @@ def test_it_is_decoding(settings: str, counts: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_a_pool_is_committed_to_by_the_drafts_entries(compiled: bool) -> None:
+    """Whatever entries the state has by then: none, the draft's, or the next step's in the same tensor."""
+    layer = make_layer()
+    commit_ = torch.compile(layer.commit_, fullgraph=True, backend="aot_eager") if compiled else layer.commit_
+    pool, alone = layer.init_state(5), layer.init_state(2)
+    entries, counts = torch.tensor([3, -1, 1]), torch.tensor([2, 4, 3])
+    for committed_to in (lambda: pool, lambda: pool.at(entries), lambda: pool.at(torch.tensor([0]))):
+        x = torch.randn(3, DRAFTED, 12, dtype=torch.float64)
+        entries.copy_(torch.tensor([3, -1, 1]))
+        y, pending = layer.draft(x, pool.at(entries))
+        entries.copy_(torch.tensor([0, 2, 4]))
+        commit_(committed_to(), pending, counts)
+        expected, other = layer.draft(x[[0, 2]], alone)
+        layer.commit_(alone, other, counts[[0, 2]])
+        torch.testing.assert_close(y[[0, 2]], expected, rtol=1e-12, atol=1e-12)
+        parts = pool.bank.unflatten(0, (5, -1))
+        torch.testing.assert_close(parts[[3, 1]].flatten(0, 1), alone.bank, rtol=1e-12, atol=1e-12)
+        assert_same_bits(parts[[0, 2, 4]].flatten(0, 1), layer.init_state(3).bank)
+
+
 @torch.no_grad()
 def test_a_float32_bank_under_autocast() -> None:
     layer = make_layer(torch.float32, output_gate=True)
@@ -108,10 +130,12 @@ def test_errors_come_before_anything_is_written() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layer.commit_(state, pending, accepted)
-    with pytest.raises(ValueError, match="the state's bank has shape"):
-        layer.commit_(layer.init_state(3), pending, counts)
-    with pytest.raises(ValueError, match="is not the bank of the draft"):
-        layer.commit_(layer.init_state(2), pending, counts)
+    for bank in (state.bank[1:], state.bank[:, 1:], state.bank[0]):
+        with pytest.raises(ValueError, match=r"the state's bank has shape .*; expected \(capacity \* 32, 6\)"):
+            layer.commit_(SDMState(bank), pending, counts)
+    for batch in (1, 2, 3):
+        with pytest.raises(ValueError, match="is not the bank of the draft"):
+            layer.commit_(layer.init_state(batch), pending, counts)
     assert_same_bits(state.bank, kept)
     layer(x[:, :1], state)
     kept = state.bank.clone()

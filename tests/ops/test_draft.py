@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -183,14 +186,24 @@ def test_pending_goes_through_files_and_keys() -> None:
     _, pending = sdm_draft(*inputs)
     leaves, spec = pytree.tree_flatten(pending)
     rebuilt = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
-    assert rebuilt.bank == pending.bank
+    assert rebuilt.bank is None
     named, _ = pytree.tree_flatten_with_path(pending)
     assert [pytree.keystr(path) for path, _ in named] == [".new_rows", ".slots"]
     assert all(x is leaf for (_, x), leaf in zip(named, leaves, strict=True))
-    other = torch.zeros_like(inputs.memory)
-    with pytest.raises(ValueError, match="is not the bank of the draft"):
-        sdm_commit_(other, rebuilt, torch.tensor([5, 7]))
-    sdm_commit_(inputs.memory, rebuilt, torch.tensor([5, 7]))
+    for same in (rebuilt, pickle.loads(pickle.dumps(pending))):
+        bank = inputs.memory.clone()
+        sdm_commit_(bank, same, torch.tensor([5, 7]))
+        assert_same_bits(bank, decoded(inputs, torch.tensor([5, 7]))[1])
+
+
+def test_a_copy_of_a_pending_knows_the_bank() -> None:
+    inputs = RAGGED.make(F32)
+    _, pending = sdm_draft(*inputs)
+    for same in (copy.copy(pending), copy.deepcopy(pending)):
+        assert_no_commit(inputs.memory.clone(), same, ValueError, "is not the bank of the draft")
+    copied = copy.deepcopy(pending)
+    sdm_commit_(inputs.memory, copied, torch.tensor([1, 1]))
+    assert_no_commit(inputs.memory, pending, RuntimeError, "written to since")
 
 
 def test_under_vmap() -> None:
@@ -257,6 +270,49 @@ def test_another_bank() -> None:
     assert_no_commit(inputs.memory.clone(), pending, ValueError, "is not the bank of the draft")
     assert_no_commit(inputs.memory[:-1], pending, ValueError, "is not the bank of the draft")
     sdm_commit_(inputs.memory.view_as(inputs.memory), pending, torch.tensor([1, 1]))
+
+
+class Freed:
+    """A bank in a piece of memory that outlives it, and comes to hold another one."""
+
+    def __init__(self, bank: Tensor) -> None:
+        self.memory = bank.contiguous().numpy().copy()
+
+    def make(self) -> Tensor:
+        return torch.from_numpy(self.memory)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_another_bank_at_the_same_address(mode: Any) -> None:
+    inputs = RAGGED.make(F32)
+    freed = Freed(inputs.memory)
+    with mode():
+        bank = freed.make()
+        _, pending = sdm_draft(bank, *inputs[1:])
+        view, address = bank[:], bank.data_ptr()
+        del bank
+        sdm_commit_(view, pending, torch.tensor([0, 0]))  # a view keeps the bank
+        _, pending = sdm_draft(view, *inputs[1:])
+        both = freed.make()  # another tensor of the same memory, whose writes are counted apart
+        assert both.data_ptr() == address
+        with pytest.raises(ValueError, match="is not the bank of the draft, which has shape"):
+            sdm_commit_(both, pending, torch.tensor([1, 1]))
+        del view, both
+        other = freed.make()
+        assert other.data_ptr() == address
+        before = other.clone()
+        with pytest.raises(ValueError, match="is not the bank of the draft, which has been freed: draft again"):
+            sdm_commit_(other, pending, torch.tensor([1, 1]))
+        assert_same_bits(other, before)
+
+
+def test_a_pending_keeps_no_bank() -> None:
+    inputs = RAGGED.make(F32)
+    bank = inputs.memory.clone()
+    storage = weakref.ref(bank.untyped_storage())
+    _, pending = sdm_draft(bank, *inputs[1:])
+    del bank
+    assert storage() is None and pending.new_rows.isfinite().any()
 
 
 def test_a_bank_made_in_inference_mode() -> None:
