@@ -44,7 +44,6 @@ from .working_memory import memory_bytes
 from .write_read_bwd import Saved
 from .write_read_cuda import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 
-# `order` and the groups' starts and slots are for the CPU's backward: here writes and reads are grouped together.
 KEPT = ("QX", "A", "k_eff", "q_w", "write_w", "group_decay")  # what a slab takes over of `Saved`
 
 

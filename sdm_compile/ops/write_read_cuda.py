@@ -342,7 +342,7 @@ def call_loops(
 
 def of_streams(saved: Saved, streams: slice) -> Saved:
     """Of what all streams [P] saved, what some of them did; the snapshot's rows by step, too."""
-    steps, all_streams, _ = saved.order.shape
+    steps, all_streams = saved.X.shape[:2]
     rows = {name: getattr(saved, name) for name in ("snapshot", "scales")}
     rows = {name: x.view(steps, all_streams, len(x) // (steps * all_streams), *x.shape[1:]) for name, x in rows.items()}
     parts = {name: x[:, streams] for name, x in {**saved._asdict(), **rows}.items()}
