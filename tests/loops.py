@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
@@ -14,13 +16,23 @@ from sdm_compile.ops.repeats import repeat_count
 from sdm_compile.ops.write_read_cuda import Saving
 
 
+def _spoil(memory: Any, form: Any, name: str) -> None:
+    """Overwrites the tensor of this name and all that takes turns with it: none of them is in use now."""
+    storage = getattr(form, name).untyped_storage()._cdata
+    for x, like in zip(tree_leaves(memory), tree_leaves(form), strict=True):
+        if isinstance(x, Tensor) and like.untyped_storage()._cdata == storage:
+            x.view(torch.uint8).fill_(255)
+
+
 def _run(groups: Sequence[Sequence[StepLoop]]) -> None:
     for loop in (loop for group in groups for loop in group):
-        memory = own_memory(loop, torch.device("cpu"))
+        memory, form = own_memory(loop, torch.device("cpu")), loop.memory_form()
         loop.stage(memory)
         loop.couple(memory, None)
+        _spoil(memory, form, "dots" if loop.concludes else "u")
         loop.steps(memory, None)
         if loop.concludes:
+            _spoil(memory, form, "dB")
             loop.conclude(memory)
         loop.read(memory)
 
