@@ -162,6 +162,17 @@ CASES = [
 SEVERAL = [RAGGED, REUSE, TANGLED, SIGNED]
 
 
+def group_slots(k_idx: Tensor, chunk_size: int) -> Tensor:
+    """[steps * P * C * W] the slot that each row of a compact snapshot stands for, -1 for none."""
+    streams, tokens, writes = k_idx.shape
+    steps, none = (tokens + chunk_size - 1) // chunk_size, 2**62
+    ids = torch.nn.functional.pad(k_idx.long(), (0, 0, 0, steps * chunk_size - tokens), value=-1)
+    ids = ids.view(streams, steps, chunk_size * writes).transpose(0, 1).sort(-1).values
+    distinct = (ids >= 0) & torch.cat([ids[..., :1] >= 0, ids[..., 1:] > ids[..., :-1]], -1)
+    slots = torch.where(distinct, ids, none).sort(-1).values
+    return torch.where(slots == none, -1, slots).flatten()
+
+
 def upstream(inputs: Inputs, seed: int = 1) -> list[Tensor]:
     """Gradients to arrive at the readings and at the final bank."""
     generator = torch.Generator().manual_seed(seed)

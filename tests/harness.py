@@ -83,7 +83,8 @@ class OpCase:
     reference: Callable[..., Any]  # of the same arguments: what `run` returns
     differentiable: tuple[int, ...] = ()  # outputs with a gradient
     through_bank: bool = False  # a bank row is rounded on the way, so that float32 outputs are as coarse as the bank
-    specified: Callable[[list[Tensor]], list[Tensor]] = list  # of the outputs: what is undefined replaced by zeros
+    # Of the arguments and the outputs: the outputs, with zeros in place of what is undefined.
+    specified: Callable[[Sequence[Any], list[Tensor]], list[Tensor]] = lambda args, outputs: outputs
 
     @property
     def registered(self) -> RegisteredOp:
@@ -97,7 +98,7 @@ class OpCase:
         args = list(args)
         for i in self.registered.mutated:
             args[i] = args[i] if args[i] is None else args[i].clone()
-        outputs = self.specified(tensors(self(*args)))
+        outputs = self.specified(args, tensors(self(*args)))
         return [*outputs, *(args[i] for i in self.registered.mutated if args[i] is not None)]
 
     def expected(self, args: Sequence[Any]) -> list[Tensor]:

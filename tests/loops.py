@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,17 +16,26 @@ from sdm_compile.ops.repeats import repeat_count
 from sdm_compile.ops.write_read_cuda import Saving
 
 
+def _spoil(memory: Any, form: Any, name: str) -> None:
+    """Overwrites the tensor of this name and all that takes turns with it: none of them is in use now."""
+    storage = getattr(form, name).untyped_storage()._cdata
+    for x, like in zip(tree_leaves(memory), tree_leaves(form), strict=True):
+        if isinstance(x, Tensor) and like.untyped_storage()._cdata == storage:
+            x.view(torch.uint8).fill_(255)
+
+
 def _run(groups: Sequence[Sequence[StepLoop]], in_place: bool) -> None:
     for loop in (loop for group in groups for loop in group):
-        memory = own_memory(loop, torch.device("cpu"))
-        for x in filter(torch.is_tensor, tree_leaves(memory)):  # nothing relies on what it held
-            x.fill_(float("nan") if x.is_floating_point() else 127)
-        if in_place:
-            memory = loop.in_place(memory)
+        own, form = own_memory(loop, torch.device("cpu")), loop.memory_form()
+        for x in filter(torch.is_tensor, tree_leaves(own)):  # nothing relies on what it held
+            x.view(torch.uint8).fill_(255)
+        memory = loop.in_place(own) if in_place else own
         loop.stage(memory)
         loop.couple(memory, None)
+        _spoil(own, form, "dots" if loop.concludes else "u")
         loop.steps(memory, None)
         if loop.concludes:
+            _spoil(own, form, "dB")
             loop.conclude(memory)
         loop.read(memory)
 

@@ -89,6 +89,14 @@ class ChunkFields(NamedTuple):
     group_slot: Tensor  # [steps, P, E] int32 bank row of each group
 
 
+class WriteGroups(NamedTuple):
+    """The fields that follow from the write slots alone."""
+
+    order: Tensor  # [steps, P, E]
+    group_start: Tensor  # [steps, P, E + 1]
+    group_slot: Tensor  # [steps, P, E]
+
+
 class StepGroups(NamedTuple):
     """One step's slice of the fields that the write reads."""
 

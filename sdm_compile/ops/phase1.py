@@ -28,7 +28,7 @@ from .checks import (
     check_shape,
     check_staged_ids,
 )
-from .layout import ChunkFields, empty, empty_chunk_fields
+from .layout import ChunkFields, WriteGroups, empty, empty_chunk_fields
 from .registry import register
 
 _INPUTS = "Tensor k_idx, Tensor k_val, Tensor g, Tensor q_idx, Tensor q_val"
@@ -156,11 +156,38 @@ def _prepare(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tens
     )
 
 
+def _fill_groups(writes: _Sorted, k_idx: Tensor, groups: WriteGroups) -> Tensor:
+    """Fills the groups of k_idx [steps, P, C, W]; returns the place [G] of each one among all [steps * P * E]."""
+    chunks, entries = k_idx.shape[:2].numel(), k_idx.shape[2:].numel()
+    # Where each chunk's entries and groups begin, and the ordinals within the chunk.
+    group_chunk = writes.chunk[writes.last]
+    first_group = torch.searchsorted(group_chunk, torch.arange(chunks))
+    ordinal = torch.arange(len(group_chunk)) - first_group[group_chunk]
+    before = torch.searchsorted(writes.chunk, torch.arange(chunks + 1))
+    place = torch.arange(len(writes.entry)) - before[writes.chunk]
+    groups.order.view(-1).fill_(-1)[writes.chunk * entries + place] = (writes.entry % entries).int()
+    starts = groups.group_start.view(chunks, entries + 1)
+    starts.copy_(before[1:, None] - before[:-1, None])
+    starts.view(-1)[group_chunk * (entries + 1) + ordinal] = (writes.first[writes.last] - before[group_chunk]).int()
+    slot = k_idx.reshape(-1)[writes.entry[writes.last]]
+    groups.group_slot.view(-1).fill_(-1)[group_chunk * entries + ordinal] = slot
+    return group_chunk * entries + ordinal
+
+
+def write_groups_cpu(k_idx: Tensor) -> WriteGroups:
+    """What Phase 1 makes of the write slots [steps, P, C, W] alone, on the CPU."""
+    entries = k_idx.shape[2:].numel()
+    sizes = (entries, entries + 1, entries)
+    groups = WriteGroups(*(empty((*k_idx.shape[:2], size), k_idx, torch.int32) for size in sizes))
+    slots = int(k_idx.max()) + 1 if k_idx.numel() else 1
+    _fill_groups(_sort_entries(k_idx.flatten(0, 1), max(slots, 1)), k_idx, groups)
+    return groups
+
+
 def _phase1_cpu(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor) -> tuple[Tensor, ...]:
     _check_phase1(k_idx, k_val, g, q_idx, q_val)
     outs = _empty_phase1_outputs(k_idx, k_val, q_idx)
-    steps, streams, tokens, width = k_idx.shape
-    chunks, entries = steps * streams, tokens * width
+    tokens = k_idx.shape[2]
     w = _prepare(*(x.flatten(0, 1) for x in (k_idx, k_val, g, q_idx, q_val)))
     writes, reads = w.writes, w.reads
 
@@ -179,19 +206,8 @@ def _phase1_cpu(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: T
     outs.write_w.view(-1).zero_()[writes.entry] = w.k * later.exp()
     outs.q_w.copy_(q_val.masked_fill(q_idx < 0, 0)).view(-1)[reads.entry] = w.q * at_read.exp()
 
-    # Where each chunk's entries and groups begin, and the ordinals within the chunk.
-    group_chunk = writes.chunk[writes.last]
-    first_group = torch.searchsorted(group_chunk, torch.arange(chunks))
-    ordinal = torch.arange(len(group_chunk)) - first_group[group_chunk]
-    before = torch.searchsorted(writes.chunk, torch.arange(chunks + 1))
-    outs.order.view(-1).fill_(-1)[writes.chunk * entries + torch.arange(len(w.k)) - before[writes.chunk]] = (
-        writes.entry % entries
-    ).int()
-    outs.group_slot.view(-1).fill_(-1)[group_chunk * entries + ordinal] = k_idx.reshape(-1)[writes.entry[writes.last]]
-    outs.group_decay.view(-1).fill_(1)[group_chunk * entries + ordinal] = until[writes.last].exp()
-    starts = outs.group_start.view(chunks, entries + 1)
-    starts.copy_(before[1:, None] - before[:-1, None])
-    starts.view(-1)[group_chunk * (entries + 1) + ordinal] = (writes.first[writes.last] - before[group_chunk]).int()
+    place = _fill_groups(writes, k_idx, WriteGroups(outs.order, outs.group_start, outs.group_slot))
+    outs.group_decay.view(-1).fill_(1)[place] = until[writes.last].exp()
     return outs
 
 

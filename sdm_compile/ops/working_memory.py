@@ -30,7 +30,7 @@ class Memory:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
 
     def of(self, form: Any) -> Any:
-        """A nest of tensors like these meta tensors, from the start of the memory on."""
+        """A nest of tensors like these meta tensors, from the start of the memory on; of one storage where they are."""
         starts = iter(_layout(form)[0])
 
         def view(x: Tensor) -> Tensor:
@@ -40,18 +40,29 @@ class Memory:
         return tree_map_only(Tensor, view, form)
 
 
+def in_turn(*forms: dict[str, Any]) -> list[dict[str, Any]]:
+    """These forms, in one memory that they take in turn: what one holds is lost where another is filled."""
+    memory = Memory()
+    memory.become(max(map(memory_bytes, forms)), torch.device("meta"))
+    return [memory.of(form) for form in forms]
+
+
 def memory_bytes(form: Any) -> int:
     """What a working memory of this form takes."""
     return _layout(form)[1]
 
 
 def _layout(form: Any) -> tuple[list[int], int]:
-    """Where each tensor of a memory starts, on multiples of 512 bytes, and where the last one ends."""
+    """Where each tensor of a memory starts, and where the last one ends. Storages start on multiples of 512 bytes."""
     starts, end = [], 0
+    storages: dict[int, int] = {}  # where each one starts
     for x in tree_leaves(form):
         if isinstance(x, Tensor):
-            starts.append(end)
-            end += (x.numel() * x.element_size() + 511) // 512 * 512
+            storage = x.untyped_storage()
+            if storage._cdata not in storages:
+                storages[storage._cdata] = end
+                end += (storage.nbytes() + 511) // 512 * 512
+            starts.append(storages[storage._cdata] + int(x.storage_offset()) * x.element_size())
     return starts, end
 
 

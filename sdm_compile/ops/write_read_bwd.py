@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Staged
-from .phase1 import phase1_bwd_op
+from .layout import Staged, WriteGroups
+from .phase1 import phase1_bwd_op, write_groups_cpu
 from .rows import add_rows_, group_sums, row_dots, store_rows_, weighted_rows
 from .snapshot import dequantize_rows
 from .staging import stage_inputs_bwd_op, unstage_readings_bwd_op
@@ -21,6 +21,8 @@ from .staging import stage_inputs_bwd_op, unstage_readings_bwd_op
 
 class Saved(NamedTuple):
     """What a saving forward keeps for its backward, beside its inputs and the final bank.
+
+    Which entries and groups a chunk has follows from its slots: the backward finds that again.
 
     Ops pass it `flattened`: tracing asks of every dimension whether it is 1, so with one of size `steps` a graph would
     serve either one step or several, not both.
@@ -36,9 +38,6 @@ class Saved(NamedTuple):
     write_w: Tensor  # [steps, P, C, W]
     A: Tensor  # [steps, P, C, C]
     group_decay: Tensor  # [steps, P, E], flattened [steps * P * E]
-    order: Tensor  # [steps, P, E]
-    group_start: Tensor  # [steps, P, E + 1]
-    group_slot: Tensor  # [steps, P, E]
 
     def flattened(self) -> Saved:
         """The same memory without a dimension of size `steps`."""
@@ -47,10 +46,9 @@ class Saved(NamedTuple):
 
     def unflattened(self, steps: int, streams: int, chunk_size: int, writes: int) -> Saved:
         """The inverse of `flattened`."""
-        chunks, entries = (steps, streams), chunk_size * writes
-        tokens = {name: (*chunks, chunk_size) for name in ("retrieved", "X", "QX", "k_eff", "q_w", "write_w", "A")}
-        groups = {name: (*chunks, entries) for name in ("group_decay", "order", "group_slot")}
-        sizes = {**tokens, **groups, "group_start": (*chunks, entries + 1)}
+        names = ("retrieved", "X", "QX", "k_eff", "q_w", "write_w", "A")
+        sizes = dict.fromkeys(names, (steps, streams, chunk_size))
+        sizes["group_decay"] = (steps, streams, chunk_size * writes)
         return self._replace(**{name: getattr(self, name).unflatten(0, size) for name, size in sizes.items()})
 
 
@@ -63,22 +61,30 @@ class _StepGradients(NamedTuple):
 
 
 def _step_backward(
-    step: int, dM: Tensor, bank: Tensor, dy: Tensor, delta: Tensor, staged: Staged, saved: Saved, mode: str
+    step: int,
+    dM: Tensor,
+    bank: Tensor,
+    dy: Tensor,
+    delta: Tensor,
+    staged: Staged,
+    groups: WriteGroups,
+    saved: Saved,
+    mode: str,
 ) -> _StepGradients:
     """One step: `dM` and `bank`, both after it, become their values before it, in place."""
     k_idx, q_idx, beta = staged.k_idx[step], staged.q_idx[step], staged.beta[step]
     X, QX, k_eff, q_w, write_w = (x[step] for x in (saved.X, saved.QX, saved.k_eff, saved.q_w, saved.write_w))
-    order, group_start, group_slot = saved.order[step], saved.group_start[step], saved.group_slot[step].flatten()
+    order, group_start, group_slot = (x[step] for x in groups)
     decay = saved.group_decay[step].flatten()
-    used = (group_slot >= 0).nonzero()[:, 0]
-    slots = group_slot[used]
+    used = (group_slot.flatten() >= 0).nonzero()[:, 0]
+    slots = group_slot.flatten()[used]
 
     du = QX.mT @ dy + X.mT @ weighted_rows(dM, k_idx, write_w)
     dretrieved = -beta * du
     dwrite_w = row_dots(dM, k_idx, delta)
 
     # The write side: the rows as they were before the step, and their gradient through decay and retrieval.
-    row = used + step * len(group_slot)
+    row = used + step * group_slot.numel()
     scales = saved.scales[row] if len(saved.scales) else saved.scales
     payload = saved.snapshot.view(torch.uint8)[row].view(saved.snapshot.dtype)
     rows = dequantize_rows(payload, scales, mode, bank.shape[1], bank.dtype)
@@ -96,7 +102,7 @@ def _step_backward(
         row_dots(bank, k_idx, dretrieved),
         row_dots(bank, q_idx, dy),
         dwrite_w,
-        dgroup_decay.view_as(saved.group_slot[step]),
+        dgroup_decay.view_as(group_slot),
     )
 
 
@@ -125,8 +131,9 @@ def write_read_backward_cpu(
     error = staged.v - saved.retrieved
     delta = saved.X @ (staged.beta * error)
 
+    groups = write_groups_cpu(staged.k_idx)
     steps = [
-        _step_backward(step, dM, bank, dy[step], delta[step], staged, saved, mode)
+        _step_backward(step, dM, bank, dy[step], delta[step], staged, groups, saved, mode)
         for step in reversed(range(saved.X.shape[0]))
     ]
     if not steps:

@@ -40,11 +40,10 @@ from .step_bwd_kernels import (
     sum_parts_call,
 )
 from .step_table import StepAddress
-from .working_memory import memory_bytes
+from .working_memory import in_turn, memory_bytes
 from .write_read_bwd import Saved
 from .write_read_cuda import MAX_FORMS, Shape, can_stand_in, copy_elsewhere, cut, of_streams, run_loops, step_address
 
-# `order` and the groups' starts and slots are for the CPU's backward: here writes and reads are grouped together.
 KEPT = ("QX", "A", "k_eff", "q_w", "write_w", "group_decay")  # what a slab takes over of `Saved`
 
 
@@ -83,13 +82,7 @@ class Slab(NamedTuple):
     dk_val: Tensor  # [steps, P, C, W]
     dg: Tensor  # [steps, P, C, 1 or W]
     dq_val: Tensor  # [steps, P, C, R]
-    firsts: Tensor  # see `Phase1BwdScratch`
-    dgate: Tensor
-
-    def phase1_scratch(self) -> Phase1BwdScratch:
-        """Phase 1's, where the grouping's is: it is over by then."""
-        dL, dlater = self.groups_scratch.merged.view(torch.float32).view(2, *self.groups.keys.shape)
-        return Phase1BwdScratch(dL, dlater, self.groups_scratch.ids.view(torch.float32), self.firsts, self.dgate)
+    phase1_scratch: Phase1BwdScratch
 
 
 @lru_cache(maxsize=MAX_FORMS)
@@ -109,39 +102,48 @@ def _slab_form(shape: BackwardShape) -> Slab:
 
     sizes = (shape.steps * shape.streams, shape.chunk, shape.writes, shape.reads)
     groups, groups_scratch = empty_slot_groups(*sizes, like)
-    scratch = empty_phase1_bwd_sorted_scratch(*sizes, like)
-    matrices = {name: floats(*tokens, shape.chunk) for name in ("Xt", "QX", "A", "dB", "dA", "dQK")}
-    kept = {
-        **{name: matrices.pop(name) for name in ("QX", "A")},
-        **{name: floats(*tokens, shape.writes) for name in ("k_eff", "write_w")},
-        "q_w": floats(*tokens, shape.reads),
-        "group_decay": floats(*chunks, entries),
-    }
+    matrix, of_writes, of_reads = ((*tokens, width) for width in (shape.chunk, shape.writes, shape.reads))
+    # What `couple` is the last to read, and then what the steps leave to `conclude`.
+    coupling, left = in_turn(
+        dict(QX=floats(*matrix), k_eff=floats(*of_writes), q_w=floats(*of_reads), groups_scratch=groups_scratch),
+        dict(
+            dwrite_w=floats(*tokens, gather_parts, shape.writes),
+            dgroup_decay=floats(*chunks, row_parts, entries),
+            dots=floats(*chunks, row_parts, joined[-1]),
+        ),
+    )
+    # What the steps are the last to read, and then what `conclude` makes.
+    stepping, made = in_turn(
+        dict(
+            Xt=floats(*matrix),
+            write_w=floats(*of_writes),
+            group_decay=floats(*chunks, entries),
+            number=torch.empty(joined, dtype=torch.int32, device=like.device),
+            sources=torch.empty(joined, dtype=torch.int32, device=like.device),
+            weights=floats(*joined),
+            gathered=floats(*tokens[1:], shape.head_dim),
+            **{name: x for name, x in groups._asdict().items() if name != "keys"},
+        ),
+        dict(
+            **{name: floats(*matrix) for name in ("dB", "dA", "dQK")},
+            **{name: floats(*of_writes) for name in ("dk_eff", "dk_val")},
+            **{name: floats(*of_reads) for name in ("dq_w", "dq_val")},
+            dbeta=floats(*tokens, 1),
+            dg=floats(*tokens, shape.gates),
+            phase1_scratch=empty_phase1_bwd_sorted_scratch(*sizes, like),
+        ),
+    )
+    kept = {name: part.pop(name) for part in (coupling, stepping) for name in KEPT if name in part}
+    groups = SlotGroups(groups.keys, **{name: stepping.pop(name) for name in SlotGroups._fields if name in stepping})
     return Slab(
         staged=staged,
         silent=torch.empty(tokens, dtype=torch.int8, device=like.device),
         dy=floats(*tokens, shape.head_dim),
-        kept=kept,
+        kept={**kept, "A": floats(*matrix)},
         groups=groups,
-        groups_scratch=groups_scratch,
-        number=torch.empty(joined, dtype=torch.int32, device=like.device),
-        sources=torch.empty(joined, dtype=torch.int32, device=like.device),
-        weights=floats(*joined),
         delta=floats(*tokens, shape.head_dim),
         du=floats(*tokens, shape.head_dim),
-        gathered=floats(*tokens[1:], shape.head_dim),
-        dwrite_w=floats(*tokens, gather_parts, shape.writes),
-        dgroup_decay=floats(*chunks, row_parts, entries),
-        dots=floats(*chunks, row_parts, joined[-1]),
-        dk_eff=floats(*tokens, shape.writes),
-        dq_w=floats(*tokens, shape.reads),
-        **matrices,
-        dbeta=floats(*tokens, 1),
-        dk_val=floats(*tokens, shape.writes),
-        dg=floats(*tokens, shape.gates),
-        dq_val=floats(*tokens, shape.reads),
-        firsts=scratch.firsts,
-        dgate=scratch.dgate,
+        **{**coupling, **left, **stepping, **made},
     )
 
 
@@ -285,7 +287,7 @@ class _SlabLoop:
         inputs = (staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val)
         outs = (slab.dk_val, slab.dg, slab.dq_val)
         of_chunks = [[x.flatten(0, 1) for x in side] for side in (inputs, outs)]
-        launch_phase1_bwd_sorted(slab.groups.keys, grads, of_chunks[0], of_chunks[1], slab.phase1_scratch())
+        launch_phase1_bwd_sorted(slab.groups.keys, grads, of_chunks[0], of_chunks[1], slab.phase1_scratch)
 
     def read(self, slab: Slab) -> None:
         call, shape, staged = self.call, self.signature, slab.staged

@@ -19,7 +19,7 @@ from .copy_kernels import copy_all
 from .decay_write_kernels import Links, announce, decay_write_by_token_call, decay_write_call, writes_by_token
 from .dual_matmul_kernels import lower_matmul_call
 from .launch import Groups, replay, run_plainly
-from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
+from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
 from .situation import Situation, current_situation
@@ -29,7 +29,7 @@ from .staging_kernels import launch_stage_inputs
 from .step_loop import run_in_order
 from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
-from .working_memory import memory_bytes
+from .working_memory import in_turn, memory_bytes
 from .write_read_bwd import Saved
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
@@ -42,9 +42,9 @@ def working_bytes(bank: Tensor, streams: int, training: bool) -> int:
 
     A training call keeps rows of gigabytes beside: it takes less.
     """
-    least, share, most = (32, 0.8, 208) if training else (64, 0.7, 576)
-    by_bank = min(int(bank.numel() * bank.element_size() * share), most * 2**20)
-    by_streams = min(streams * (8 if training else 4), 1024) * 2**20
+    least, most = (32, 160) if training else (64, 480)
+    by_bank = min(int(bank.numel() * bank.element_size() * 0.7), most * 2**20)
+    by_streams = min(streams * (6 if training else 4), 1024) * 2**20
     return max(least * 2**20, by_bank, by_streams)
 
 
@@ -109,19 +109,24 @@ def _slab_form(shape: ForwardShape) -> Slab:
     like = torch.empty(0, dtype=shape.dtype, device="meta")
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
-    chunks = shape.steps * shape.streams
+    fields = empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32)
+    scratch = empty_phase1_scratch(shape.steps * shape.streams, shape.chunk * shape.writes, like)
+    # What `couple` is the last to read, and then what the steps make.
+    coupling = {name: x for name, x in scratch._asdict().items() if name not in ("lead_value", "lead_index")}
+    coupling |= {name: getattr(fields, name) for name in ("QK", *(WriteGroups._fields if shape.by_token else ()))}
+    values = {name: make((*lead, shape.head_dim), dtype=torch.float32) for name in ("u", "inter")}
+    coupling, values = in_turn(coupling, values)
     return Slab(
         staged=empty_staged(
             lead, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
         ),
         silent=make(lead, dtype=torch.int8),
-        fields=empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32),
-        scratch=empty_phase1_scratch(chunks, shape.chunk * shape.writes, like),
+        fields=fields._replace(**{name: x for name, x in coupling.items() if name in ChunkFields._fields}),
+        scratch=scratch._replace(**{name: x for name, x in coupling.items() if name in Phase1Scratch._fields}),
         ordinals=make((*lead, shape.writes), dtype=torch.int32) if shape.writer == "gather" else None,
         X=make((*lead, shape.chunk), dtype=torch.float32),
         QX=make((*lead, shape.chunk), dtype=torch.float32),
-        u=make((*lead, shape.head_dim), dtype=torch.float32),
-        inter=make((*lead, shape.head_dim), dtype=torch.float32),
+        **values,
         delta=make((*lead[1:], shape.head_dim), dtype=torch.float32),
     )
 
@@ -364,7 +369,7 @@ def call_loops(
 
 def of_streams(saved: Saved, streams: slice) -> Saved:
     """Of what all streams [P] saved, what some of them did; the snapshot's rows by step, too."""
-    steps, all_streams, _ = saved.order.shape
+    steps, all_streams = saved.X.shape[:2]
     rows = {name: getattr(saved, name) for name in ("snapshot", "scales")}
     rows = {name: x.view(steps, all_streams, len(x) // (steps * all_streams), *x.shape[1:]) for name, x in rows.items()}
     parts = {name: x[:, streams] for name, x in {**saved._asdict(), **rows}.items()}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from .checks import (
@@ -82,9 +81,6 @@ def empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, m
     def per_token(width: int) -> Tensor:
         return empty((chunks * chunk_size, width), memory, dtype)
 
-    def per_entry(dtype: torch.dtype = torch.int32, more: int = 0) -> Tensor:
-        return empty((chunks * (chunk_size * writes + more),), memory, dtype)
-
     return Saved(
         retrieved=per_token(memory.shape[1]),
         snapshot=snapshot,
@@ -95,10 +91,7 @@ def empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, m
         q_w=per_token(q_idx.shape[2]),
         write_w=per_token(writes),
         A=per_token(chunk_size),
-        group_decay=per_entry(dtype),
-        order=per_entry(),
-        group_start=per_entry(more=1),
-        group_slot=per_entry(),
+        group_decay=empty((chunks * chunk_size * writes,), memory, dtype),
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sdm_compile.ops.snapshot import dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
 from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients, plan_call
-from tests.cases import RAGGED, TANGLED, Case
+from tests.cases import RAGGED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
@@ -127,16 +127,11 @@ def recording(graphs: list[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Outputs(NamedTuple):
+    used: Tensor  # which rows of the snapshot stand for a group
     readings: Tensor
     bank: Tensor
     saved: Saved
     grads: list[Tensor]  # of the bank before, and of the float inputs
-
-
-def rows_of_groups(saved: Saved, case: Case) -> Tensor:
-    """What the rows of the groups that there are stand for."""
-    rows = dequantize_rows(saved.snapshot, saved.scales, "none", case.head_dim, torch.float32)
-    return rows[saved.group_slot >= 0]
 
 
 def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
@@ -148,7 +143,7 @@ def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     dreadings = normal_like(readings, seed + 2)
     assert CUDA.backward(dreadings, grads[0], bank, inputs, saved, case.chunk_size, mode, grads[1:]) == "triton"
     assert_same_bits(bank, final)
-    return Outputs(readings, bank, saved, grads)
+    return Outputs(group_slots(inputs[0], case.chunk_size) >= 0, readings, bank, saved, grads)
 
 
 def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
@@ -160,7 +155,8 @@ def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
     rows = ("snapshot", "scales")
     assert_close(*([x for name, x in s._asdict().items() if name not in rows] for s in (got.saved, saved)))
     if mode == "none":  # elsewhere a bit of a row may be a whole code
-        assert_close(*(rows_of_groups(s, case) for s in (got.saved, saved)))
+        rows = (dequantize_rows(s.snapshot, s.scales, mode, case.head_dim, torch.float32) for s in (got.saved, saved))
+        assert_close(*(x[got.used] for x in rows))
     expected = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
     CPU.backward(dreadings, expected[0], got.bank, inputs, got.saved, case.chunk_size, mode, expected[1:])
@@ -215,8 +211,7 @@ def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None
 
 def copies(outputs: Outputs) -> list[Tensor]:
     """Everything but the rows that are nobody's."""
-    saved = outputs.saved
-    used = saved.group_slot >= 0
+    saved, used = outputs.saved, outputs.used
     rows = saved.snapshot.view(torch.uint8)[used], saved.scales[used] if len(saved.scales) else saved.scales
     others: list[Any] = [x for name, x in saved._asdict().items() if name not in ("snapshot", "scales")]
     return [x.clone() for x in (outputs.readings, outputs.bank, *others, *rows, *outputs.grads)]

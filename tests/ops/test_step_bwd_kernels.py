@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdm_compile.ops.layout import Staged
+from sdm_compile.ops.layout import Staged, WriteGroups
 from sdm_compile.ops.phase1 import phase1
 from sdm_compile.ops.snapshot import SNAPSHOT_MODES, StepRows, dequantize_rows, quantize_rows
 from sdm_compile.ops.write_read_bwd import Saved, _step_backward
@@ -431,13 +431,14 @@ def test_the_kernels_are_the_cpu_step(dtype: torch.dtype, grad_dtype: torch.dtyp
     snapshot = StepRows(*quantize_rows(rows, mode), mode)
     same = {name: getattr(fields, name) for name in Saved._fields if name in fields._fields}
     saved = Saved(delta, *snapshot[:2], X, QX, **same)
+    groups = WriteGroups(fields.order, fields.group_start, fields.group_slot)
     staged = Staged(k_idx, k_val, delta, beta, gates, q_idx, q_val)
 
     dM, final = steps[0].dM, normal_like(steps[0].bank).to(dtype)
     bank, where = final.clone(), torch.full((len(final),), -1, dtype=torch.int32)
     for s in reversed(range(STEPS)):
         before = dM.clone()
-        expected = _step_backward(s, dM, bank, dy[s], delta[s], staged, saved, mode)
+        expected = _step_backward(s, dM, bank, dy[s], delta[s], staged, groups, saved, mode)
         step = steps[s]._replace(
             dM=before,
             bank=final,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def _commit_args(case: Case, dtype: torch.dtype) -> list[Any]:
     return [inputs.memory, new_rows.to(dtype), slots, counts.to(case.id_dtype)]
 
 
-def _specified(outputs: list[Tensor]) -> list[Tensor]:
+def _specified(args: Sequence[Any], outputs: list[Tensor]) -> list[Tensor]:
     readings, new_rows, slots = outputs
     return [readings, new_rows.masked_fill((slots < 0).unsqueeze(-1), 0), slots]
 

@@ -13,7 +13,7 @@ from sdm_compile import reference
 from sdm_compile.ops.checks import accumulate_dtype
 from sdm_compile.ops.write_read_bwd import Saved
 from sdm_compile.ops.write_read_recompute import segments
-from tests.cases import Case, Inputs
+from tests.cases import Case, Inputs, group_slots
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
 
 from .row_quant import LOSSY_DTYPES, empty_rows
@@ -58,10 +58,10 @@ def _write_read_save(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _specified(outputs: list[Tensor]) -> list[Tensor]:
+def _specified(args: Sequence[Any], outputs: list[Tensor]) -> list[Tensor]:
     """What `write_read_save` returns, with zeros in the snapshot's rows that stand for no group."""
     saved = Saved(*outputs[2:])
-    unused = saved.group_slot < 0
+    unused = group_slots(args[1], args[8]) < 0
     snapshot, scales = saved.snapshot.clone(), saved.scales.clone()
     snapshot.view(torch.uint8)[unused] = 0
     if len(scales):
@@ -135,12 +135,11 @@ def _write_read_bwd(dreadings: Tensor | None, dfinal: Tensor | None, final_memor
     chunk_size, mode, _, mask = args[-4:]
     memory = final_memory.clone()
     rows = reference.snapshot_dequantize(saved.snapshot, saved.scales, mode, memory.shape[1], memory.dtype)
-    streams, tokens, writes = inputs[0].shape
-    groups = streams * chunk_size * writes  # of a step
-    for step in reversed(range(-(-tokens // chunk_size))):
-        at = slice(step * groups, (step + 1) * groups)
-        slots = saved.group_slot.flatten()[at]
-        memory[slots[slots >= 0].long()] = rows[at][slots >= 0]
+    groups = inputs[0].shape[0] * chunk_size * inputs[0].shape[2]  # of a step
+    slots = group_slots(inputs[0], chunk_size)
+    for start in reversed(range(0, len(slots), max(groups, 1))):
+        at = slots[start : start + groups]
+        memory[at[at >= 0]] = rows[start : start + groups][at >= 0]
     return masked(vjp(reference.write_read, (memory, *inputs), (dreadings, dfinal)), mask)
 
 
