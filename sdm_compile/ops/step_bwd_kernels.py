@@ -68,10 +68,15 @@ def _gradient_gather_kernel(
 @triton.jit
 def _load_sent_back(p_du, p_dy, source, mask, o_d, m_d, D):
     """What the entries' tokens sent back, [G, BD]: du where it is a write, dy where it is a read."""
-    # Chosen with the columns in place: chosen addresses of rows, spread later, may be loaded element by element.
     at = (source >> 1).to(tl.int64)[:, None] * D + o_d[None, :]
-    p = tl.where(((source & 1) != 0)[:, None], p_dy + at, p_du + at)
-    return tl.load(p, mask=mask[:, None] & m_d[None, :], other=0.0)
+    read = ((source & 1) != 0)[:, None]
+    m = mask[:, None] & m_d[None, :]
+    if p_dy.dtype == p_du.dtype:
+        # Chosen with the columns in place: chosen addresses of rows, spread later, may be loaded element by element.
+        return tl.load(tl.where(read, p_dy + at, p_du + at), mask=m, other=0.0)
+    du = tl.load(p_du + at, mask=m & ~read, other=0.0)
+    dy = tl.load(p_dy + at, mask=m & read, other=0.0).to(tl.float32)
+    return tl.where(read, dy, du)
 
 
 @triton.jit
@@ -332,7 +337,7 @@ def slot_rows_call(
     """The rows of the step's slots: dM[s] = decay dM[s] + sum of weight du_i or dy_i, rounded once.
 
     Args:
-        du, dy: [P, C, D] float32, contiguous, for the writes and for the reads.
+        du, dy: [P, C, D], contiguous, for the writes and for the reads: float32, and dy float32 or bfloat16.
         dgroup_decay: receives [P, parts, E] float32, the parts of <M0[s], dM[s]> of every written slot.
         dots: receives [P, parts, F] float32, those of <M0[s], du_i or dy_i> of every entry, in the order of the keys.
 

@@ -23,7 +23,7 @@ from .dual_matmul_kernels import (
     values_backward_call,
 )
 from .launch import launches_early
-from .layout import Staged, empty_staged
+from .layout import Staged, empty, empty_staged
 from .phase1_bwd_kernels import Phase1BwdScratch, empty_phase1_bwd_sorted_scratch, launch_phase1_bwd_sorted
 from .slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call
 from .slot_groups_kernels import SlotGroups, SlotGroupsScratch, empty_slot_groups, launch_slot_groups
@@ -59,7 +59,7 @@ class Slab(NamedTuple):
 
     staged: Staged
     silent: Tensor  # [steps, P, C] int8
-    dy: Tensor  # [steps, P, C, D]
+    dy: Tensor  # [steps, P, C, D] bank dtype
     kept: dict[str, Tensor]  # KEPT, [steps, P, *]
     groups: SlotGroups  # [steps * P, *]
     groups_scratch: SlotGroupsScratch
@@ -138,7 +138,7 @@ def _slab_form(shape: BackwardShape) -> Slab:
     return Slab(
         staged=staged,
         silent=torch.empty(tokens, dtype=torch.int8, device=like.device),
-        dy=floats(*tokens, shape.head_dim),
+        dy=empty((*tokens, shape.head_dim), like),
         kept={**kept, "A": floats(*matrix)},
         groups=groups,
         delta=floats(*tokens, shape.head_dim),

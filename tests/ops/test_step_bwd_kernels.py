@@ -159,7 +159,7 @@ def random_step(sizes: Sizes, dtype: torch.dtype, grad_dtype: torch.dtype, mode:
         beta=normal(P, C, 1),
         group_decay=torch.rand(P, E, generator=g),
         du=normal(P, C, sizes.width),
-        dy=normal(P, C, sizes.width),
+        dy=normal(P, C, sizes.width).to(dtype),
         write_w=normal(*writes),
         delta=normal(P, C, sizes.width),
     )
@@ -423,6 +423,7 @@ def test_the_kernels_are_the_cpu_step(dtype: torch.dtype, grad_dtype: torch.dtyp
         return torch.randn(x.shape, generator=g)
 
     k_idx, q_idx, delta, dy = (stacked(name) for name in ("k_idx", "q_idx", "delta", "dy"))
+    dy = dy.float()
     k_val, q_val, beta, gates = (normal_like(x) for x in (k_idx, q_idx, *[dy[..., :1]] * 2))
     gates = -gates.abs()
     fields = phase1(k_idx, k_val, gates, q_idx, q_val)
