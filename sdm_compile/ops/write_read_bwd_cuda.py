@@ -367,4 +367,15 @@ def call_loops(call: Call, chunk_size: int) -> Iterator[list[_SlabLoop]]:
             grads=[x[streams] for x in call.grads],
         )
         of_part = replace(shape, streams=part.inputs[0].shape[0])
-        yield [_SlabLoop(part, replace(of_part, steps=steps), first) for first, steps in reversed(slabs)]
+        yield [_SlabLoop(part, replace(of_part, steps=steps), first) for first, steps in backwards(slabs)]
+
+
+def backwards(slabs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Slabs, each by its first step and its steps, in the order of the backward. Under nothing but its preparation
+    runs the first of them: as long as all others, it comes in two quarters and a half."""
+    (first, steps), (_, longest) = slabs[-1], slabs[0]
+    quarter = steps // 4
+    if steps < longest or not quarter:
+        return [*reversed(slabs)]
+    cuts = [(first + 3 * quarter, quarter), (first + 2 * quarter, quarter), (first, 2 * quarter)]
+    return [*cuts, *reversed(slabs[:-1])]

@@ -21,7 +21,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
 from sdm_compile.ops import write_read_cuda
-from sdm_compile.ops.write_read_bwd_cuda import call_of
+from sdm_compile.ops.write_read_bwd_cuda import backwards, call_of
 from sdm_compile.ops.write_read_cuda import Saving
 from tests import loops
 
@@ -106,6 +106,19 @@ def test_what_every_group_of_streams_can(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(loop[0].signature.by_token for loop in loops) == expected
     nothing = [x[:, :0] for x in inputs]
     assert not write_read_cuda.saving_by_token(memory, nothing, RAGGED.chunk_size)
+
+
+@pytest.mark.parametrize(
+    ("slabs", "expected"),
+    [
+        ([(0, 8), (8, 8)], [(14, 2), (12, 2), (8, 4), (0, 8)]),
+        ([(0, 4)], [(3, 1), (2, 1), (0, 2)]),
+        ([(0, 8), (8, 4), (12, 1)], [(12, 1), (8, 4), (0, 8)]),
+        ([(0, 2), (2, 2)], [(2, 2), (0, 2)]),
+    ],
+)
+def test_a_backward_begins_with_short_slabs(slabs: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    assert backwards(slabs) == expected
 
 
 # Which of the readings and the final bank have a gradient, in which mode, and the steps of the slabs. The interpreter
