@@ -356,7 +356,7 @@ def call_loops(
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
     shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)))
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
-    for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), training=saving is not None):
+    for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
         saved = None if saving is None else saving._replace(saved=of_streams(saving.saved, streams))
@@ -368,14 +368,6 @@ def call_loops(
             _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, repeats)
             for first, n in steps
         ]
-
-
-def saving_by_token(bank: Tensor, inputs: Sequence[Tensor], chunk_size: int) -> bool:
-    """Whether a saving call, if its write stage stores no rows, writes all of its streams by token."""
-    shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)))
-    for largest, _ in cut(shape, bank, inputs, _slab_bytes(shape), training=True):
-        return writes_by_token(bank, largest.stop - largest.start, chunk_size, shape.writes)
-    return False
 
 
 def of_streams(saved: Saved, streams: slice) -> Saved:
@@ -391,7 +383,7 @@ Cut = tuple[slice, list[tuple[int, int]]]
 
 
 def cut(shape: Shape, bank: Tensor, inputs: Sequence[Tensor], step_bytes: int, training: bool) -> Iterator[Cut]:
-    """Groups of a call's streams, the largest first, and the first step and the steps of each one's slabs, in order.
+    """Groups of a call's streams, and the first step and the steps of each one's slabs, in order.
 
     step_bytes: working memory of one step of one stream. A slab has a power of two of steps, and what is left at the
     end a half, a quarter and so on of it.

@@ -100,9 +100,9 @@ def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: T
     return Saved(retrieved, snapshot, scales, X, QX, **kept).flattened()
 
 
-def plan_call(bank: Tensor, saving: bool, mode: str = "none", by_token: bool = False) -> SnapshotPlan:
-    """What a call keeps that runs now, on a bank like this one. by_token: see `plan_snapshot`."""
-    return plan_snapshot(saving, mode, current_situation(bank.device), by_token)
+def plan_call(bank: Tensor, saving: bool, mode: str = "none") -> SnapshotPlan:
+    """What a call keeps that runs now, on a bank like this one."""
+    return plan_snapshot(saving, mode, current_situation(bank.device))
 
 
 def record_call(
@@ -161,9 +161,6 @@ class Route(Protocol):
     def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
         """Advances `bank` over all steps: readings [P, T, D], and the name of the route taken."""
 
-    def writes_by_token(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> bool:
-        """Whether `save` can write the bank by token, see `plan_snapshot`: from shapes, dtypes and the device alone."""
-
     def save(
         self,
         bank: Tensor,
@@ -195,9 +192,6 @@ class Route(Protocol):
 class CpuRoute:
     def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
         return _forward_cpu(bank, inputs, chunk_size)[0], "cpu"
-
-    def writes_by_token(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> bool:
-        return False
 
     def save(
         self,
@@ -248,11 +242,6 @@ class CudaRoute:
 
         readings = empty_readings(bank, inputs[0])
         return readings, write_read_cuda(bank, inputs, chunk_size, readings)
-
-    def writes_by_token(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> bool:
-        from .write_read_cuda import saving_by_token
-
-        return saving_by_token(bank, inputs, chunk_size)
 
     def save(
         self,
@@ -332,7 +321,7 @@ def _write_read_save(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, ...
     check_write_read(memory, inputs, chunk_size)
     _check_saving(memory, inputs[0], chunk_size, mode)
     bank = empty_bank(memory).copy_(memory)
-    plan = plan_call(bank, True, mode, on.writes_by_token(bank, inputs, chunk_size))
+    plan = plan_call(bank, True, mode)
     readings, saved, route = on.save(bank, inputs, chunk_size, mode, plan)
     record_call("forward", "write_read_save", bank, inputs, chunk_size, route, plan)
     return readings, bank, *saved
@@ -400,7 +389,7 @@ def _write_read_bwd(
     _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
     dM, grads = bank_gradient(dfinal, final_memory, grad_bank_fp32), input_gradients(inputs)
     route = on.backward(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads)
-    plan = plan_call(final_memory, True, mode, on.writes_by_token(final_memory, inputs, chunk_size))
+    plan = plan_call(final_memory, True, mode)
     record_call("backward", "write_read_bwd", final_memory, inputs, chunk_size, route, plan)
     return only_wanted((dM.to(final_memory.dtype), *grads), mask)
 

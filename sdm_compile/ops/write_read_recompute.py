@@ -103,8 +103,7 @@ def _segment_backward(
 ) -> tuple[str, list[Tensor]]:
     """One segment from the bank before it: the route taken and the inputs' gradients. Its snapshot ends with it."""
     bank, grads = empty_bank(start).copy_(start), input_gradients(inputs)
-    plan = plan_call(bank, True, "none", on.writes_by_token(bank, inputs, chunk_size))
-    _, saved, _ = on.save(bank, inputs, chunk_size, "none", plan, count_repeats=False)
+    _, saved, _ = on.save(bank, inputs, chunk_size, "none", plan_call(bank, saving=True), count_repeats=False)
     return on.backward(dreadings, dM, bank, inputs, saved, chunk_size, "none", grads), grads
 
 

@@ -219,55 +219,28 @@ def test_other_strides() -> None:
     assert_same_bits([x.grad for x in strided if x.grad is not None], [x.grad for x in expected if x.grad is not None])
 
 
-@pytest.mark.parametrize("way", ["group", "token"])
 @pytest.mark.parametrize("mode", ["none", "bf16", "fp8", "int4", "recompute"])
-def test_every_row_of_the_handshakes_table(mode: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_read_cuda, "writes_by_token", lambda *_: way == "token")
-    free_captured_loops()  # and what is known of calls like these, which went another way
+def test_every_row_of_the_handshakes_table(mode: str) -> None:
     inputs = leaves(RAGGED.make(F32))
-    kept = (NO_ROWS, None) if mode == "recompute" else (COMPACT, "write")
 
-    def decided() -> tuple[int | None, str | None, str, Situation]:
+    def layout_and_writer() -> tuple[int | None, str | None, Situation]:
         record = last_dispatch().forward
         assert record is not None
-        return record.layout, record.writer, record.route, record.situation
-
-    def expected(row: tuple[int, str | None], situation: Situation) -> tuple[int, str | None, str, Situation]:
-        return *row, f"triton by {'group' if row[1] == 'write' else way}", situation
+        return record.layout, record.writer, record.situation
 
     with torch.no_grad():
         sdm_write_read(*inputs, chunk_size=4)
-    assert decided() == expected((NO_ROWS, None), Situation.EAGER)
+    assert layout_and_writer() == (NO_ROWS, None, Situation.EAGER)
+    eager = (NO_ROWS, None) if mode == "recompute" else (COMPACT, "write")
     train(inputs, 4, snapshot_quant=mode)
-    by_token = mode == "none" and way == "token"
-    assert decided() == expected((COMPACT, "gather") if by_token else kept, Situation.EAGER)
+    assert layout_and_writer() == (*eager, Situation.EAGER)
     backward = last_dispatch().backward
     assert backward is not None and (backward.situation, backward.route) == (Situation.EAGER, "triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sdm_write_read(*inputs, chunk_size=4, snapshot_quant=mode)
-    assert decided() == expected((COMPACT, "gather") if mode == "none" else kept, Situation.CAPTURING)
-    free_captured_loops()
-
-
-@every_dtype
-@every_case
-def test_every_writer_stores_what_gives_the_same_gradients(
-    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows stored by the write stage, and by the gather with the bank written by group and by token."""
-    inputs, calls = case.make(dtype), []
-    for writer, by_token in (("write", False), ("gather", False), ("gather", True)):
-        monkeypatch.setattr(write_read_cuda, "writes_by_token", lambda *_, b=by_token: b)
-        monkeypatch.setattr(write_read_ops, "plan_snapshot", lambda *_, w=writer: SnapshotPlan(COMPACT, w))
-        free_captured_loops()
-        calls.append([train(leaves(inputs), case.chunk_size) for _ in range(3)])  # built, recorded, made again
-        record = last_dispatch().forward
-        assert record is not None and record.route == f"triton by {'token' if by_token else 'group'}"
-    free_captured_loops()
-    for got in calls:
-        for x in got:
-            assert_same_bits(x, calls[0][0])
+    captured = (COMPACT, "gather") if mode == "none" else eager
+    assert layout_and_writer() == (*captured, Situation.CAPTURING)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +251,6 @@ def test_a_mismatch_raises_before_any_launch(announced: Announcement, monkeypatc
     inputs = leaves(RAGGED.make(F32))
     before = [x.detach().clone() for x in inputs]
     seen: list[Any] = []
-    monkeypatch.setattr(write_read_cuda, "writes_by_token", lambda *_: False)  # so that "write" is declared
     monkeypatch.setattr(write_read_cuda, "announce", lambda *args, **kwargs: announced)
     triton.knobs.runtime.launch_enter_hook.add(seen.append)
     try:

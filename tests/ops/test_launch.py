@@ -137,8 +137,7 @@ class Outputs(NamedTuple):
 def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     memory, *inputs = case.make(torch.float32, seed)
     bank = memory.clone()
-    plan = plan_call(bank, True, mode, CUDA.writes_by_token(bank, inputs, case.chunk_size))
-    readings, saved, _ = CUDA.save(bank, inputs, case.chunk_size, mode, plan)
+    readings, saved, _ = CUDA.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     final = bank.clone()
     grads = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
@@ -165,13 +164,10 @@ def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("mode", "by_token"), [("none", False), ("int4", False), ("none", True)])
+@pytest.mark.parametrize("mode", ["none", "int4"])
 @pytest.mark.parametrize("case", [RAGGED, replace(TANGLED, tokens=15, chunk_size=4)], ids=lambda case: case.name)
-def test_captured_and_replayed(
-    case: Case, mode: str, by_token: bool, graphs: list[FakeGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_and_replayed(case: Case, mode: str, graphs: list[FakeGraph]) -> None:
     """The calls have banks of their own, and the second one other numbers; what each was given must stay as it is."""
-    monkeypatch.setattr(write_read_cuda, "writes_by_token", lambda *_: by_token)
     calls, kept, captured = [], [], []
     for seed in (0, 1, 0):
         calls.append(on_cuda(case, mode, seed))

@@ -20,7 +20,6 @@ from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
-from sdm_compile.ops import write_read_cuda
 from sdm_compile.ops.write_read_bwd_cuda import backwards, call_of
 from sdm_compile.ops.write_read_cuda import Saving
 from tests import loops
@@ -89,23 +88,6 @@ def test_writers_and_slabs_store_the_same_bits(case: Case) -> None:
     for other in (by_gather, by_gather_and_token):
         assert_same_bits(*(x[2]._replace(snapshot=rows_of_groups(x[2], case)[0]) for x in (by_write, other)))
         assert_same_bits(by_write[:2], other[:2])
-
-
-def test_what_every_group_of_streams_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are stored for the write by token where all groups of a call's streams can take it."""
-    memory, *inputs = replace(RAGGED, streams=5).make(torch.float32)
-    shape = write_read_cuda.ForwardShape(**vars(write_read_cuda.Shape.of(memory, inputs, RAGGED.chunk_size)))
-    step, most = write_read_cuda._slab_bytes(shape), 2
-    monkeypatch.setattr(write_read_cuda, "writes_by_token", lambda bank, streams, chunk, writes: streams <= most)
-    for at_once, groups in ((5, [5]), (4, [3, 2]), (2, [2, 2, 1]), (1, [1] * 5)):
-        monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args, n=at_once: 2 * n * step)
-        loops = list(write_read_cuda.call_loops(memory, inputs, RAGGED.chunk_size, inputs[2]))
-        assert [loop[0].signature.streams for loop in loops] == groups
-        expected = all(streams <= most for streams in groups)
-        assert write_read_cuda.saving_by_token(memory, inputs, RAGGED.chunk_size) == expected
-        assert all(loop[0].signature.by_token for loop in loops) == expected
-    nothing = [x[:, :0] for x in inputs]
-    assert not write_read_cuda.saving_by_token(memory, nothing, RAGGED.chunk_size)
 
 
 @pytest.mark.parametrize(
