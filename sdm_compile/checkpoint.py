@@ -105,7 +105,7 @@ def load_language_model(path: str | Path, device: torch.device | str | None = No
         path: the file, or the folder of the run.
         device: where the model is to be; None: the CPU.
     Raises:
-        FileNotFoundError: there is no checkpoint. ValueError: the file is none of this package's, or is damaged.
+        FileNotFoundError, ValueError: see `Checkpoint.load` and `load_model`.
     """
     checkpoint = Checkpoint.load(path)
     model = LanguageModel(checkpoint.model)

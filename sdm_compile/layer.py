@@ -151,7 +151,8 @@ class SparseDeltaMemory(nn.Module):
             y: [B, T, dim], of the decode steps up to the rounding of the projections. It has no derivative.
             pending: what `commit_` takes, once it is known how many of the tokens hold.
         Raises:
-            ValueError: x or the state's bank has the wrong shape. UnsupportedConfigurationError: too many tokens.
+            ValueError: x, the state's bank or its entries have the wrong shape, dtype or device.
+            IndexError: an entry at or above the capacity (CPU). UnsupportedConfigurationError: too many tokens.
         """
         self._check(x, state)
         inputs = self._inputs(x, state)
@@ -176,7 +177,7 @@ class SparseDeltaMemory(nn.Module):
 
     def check_commit(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Raises where `commit_` would, as far as shapes and the state's version tell."""
-        self._capacity(state.bank)  # of which the pending slots are rows, whatever entries it was drafted with
+        self.capacity(state.bank)  # of which the pending slots are rows, whatever entries it was drafted with
         check_accepted(accepted, pending.slots.shape[0] // self.config.num_heads, "[B]")
         pending.check_bank(state.bank)
 
@@ -265,8 +266,12 @@ class SparseDeltaMemory(nn.Module):
                 f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
             )
 
-    def _capacity(self, bank: Tensor, least: int = 0) -> int:
-        """How many sequences the bank has room for."""
+    def capacity(self, bank: Tensor, least: int = 0) -> int:
+        """How many sequences a bank [capacity * heads * slots, head_dim] has room for.
+
+        Raises:
+            ValueError: its shape is not of this kind, or it has room for fewer than `least`.
+        """
         rows, dim = self.config.num_heads * self.config.slots_per_head, self.config.head_dim
         if bank.dim() != 2 or bank.shape[0] < least * rows or bank.shape[0] % rows or bank.shape[1] != dim:
             raise ValueError(
@@ -276,7 +281,7 @@ class SparseDeltaMemory(nn.Module):
         return bank.shape[0] // rows
 
     def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
-        capacity = self._capacity(bank, least=1)
+        capacity = self.capacity(bank, least=1)
         if entries.dim() != 1 or entries.shape[0] != batch:
             raise ValueError(f"the state's entries have shape {tuple(entries.shape)}; expected {(batch,)}, the batch")
         if entries.dtype != torch.int64:

@@ -251,6 +251,9 @@ class LanguageModel(nn.Module):
         Returns:
             logits: [B, T, 256], the parameters' dtype.
             state: a new one, or the same object where it was advanced in place.
+        Raises:
+            ValueError: the state is not of this model, this batch or one pool. IndexError: an entry at or above the
+            capacity (CPU).
         """
         if state is not None:
             self._check_state(state, tokens.shape[0])
@@ -334,8 +337,7 @@ class LanguageModel(nn.Module):
                 raise ValueError("a memory of the state has entries of its own; give them to all: state.at(entries)")
             block.sdm.check_state(memory.at(state.entries), batch)
             if state.entries is not None:
-                capacity = memory.bank.shape[0] // (block.sdm.config.num_heads * block.sdm.config.slots_per_head)
-                shape = (capacity, *shape[1:])
+                shape = (block.sdm.capacity(memory.bank), *shape[1:])
             if tail.shape != shape:
                 raise ValueError(f"a tail of the state has shape {tuple(tail.shape)}; expected {shape}")
 

@@ -61,8 +61,9 @@ class StatePool(Generic[State]):
         return tuple(sorted(self._held))
 
     def at(self, entries: Sequence[int] | Tensor) -> State:
-        """The state of a batch whose rows use these entries, sharing the pool's memory. With grad mode off alone: a
-        call with it on leaves its state as it was, and would return a copy of the whole pool.
+        """The state of a batch whose rows use these entries, sharing the pool's memory.
+
+        With grad mode off alone: a call with it on leaves its state as it was, and would return a copy of the pool.
 
         Args:
             entries: [B]. Ints are checked, and copied to the device, which waits for it; negative ones are padding. An

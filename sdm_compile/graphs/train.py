@@ -216,8 +216,8 @@ class TrainGraph:
         batch = pytree.tree_unflatten(inputs, structure)
         _free_captured_loops()
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
-        cut_spent_graphs(self.model.modules())
-        with restored_on_failure(self.model, self.optimizer):  # which would keep them
+        cut_spent_graphs(self.model.modules())  # first, as what is to be restored is kept
+        with restored_on_failure(self.model, self.optimizer):
             attributes = tensor_attributes(self.model.modules())
             self._fingerprint[-1] = {key: x for key, x in attributes.items() if key not in self._outputs}
             step = capture(lambda: self._run(batch), self.device, pool)

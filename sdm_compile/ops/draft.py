@@ -197,7 +197,7 @@ class SDMPending:
         new_rows: [P, T, W, D] the rows, in the bank's dtype; unspecified where the slot is negative.
         slots: [P, T, W] int32, the bank row of each; negative: no slot, or one that the token has written already.
         bank: by which an eager commit knows the bank again; None where the draft was traced or captured, or comes out
-            of a file.
+            of a pickle.
     """
 
     new_rows: Tensor
@@ -220,6 +220,8 @@ class SDMPending:
             )
         if self.bank.storage() is None:
             raise ValueError("memory is not the bank of the draft, which has been freed: draft again")
+        if now[:2] == self.bank[:2] and not now.of_same_bank(self.bank):
+            raise ValueError("memory is another tensor than the draft's bank, on the same memory: pass that one")
         if not now.of_same_bank(self.bank):
             raise ValueError(
                 f"memory of shape {now.shape} at {now.address:#x} is not the bank of the draft, which has shape "

@@ -64,8 +64,10 @@ class StepLoop(Protocol):
         """Fills the memory so that no launch on it touches a bank row."""
 
     def in_place(self, memory: Any) -> Any:
-        """The memory with the call's own tensors for what would be copied from or to them: for launches that are made
-        once."""
+        """The memory, with the call's own tensors in place of those that `stage` or `read` would copy from or to them.
+
+        For plain launches: a captured loop has to find everything where it was.
+        """
 
     def stage(self, memory: Any) -> None:
         """Launches what reads the call's inputs."""

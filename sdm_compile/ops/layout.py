@@ -92,9 +92,9 @@ class ChunkFields(NamedTuple):
 class WriteGroups(NamedTuple):
     """The fields that follow from the write slots alone."""
 
-    order: Tensor  # [steps, P, E]
-    group_start: Tensor  # [steps, P, E + 1]
-    group_slot: Tensor  # [steps, P, E]
+    order: Tensor  # [steps, P, E] int32
+    group_start: Tensor  # [steps, P, E + 1] int32
+    group_slot: Tensor  # [steps, P, E] int32
 
 
 class StepGroups(NamedTuple):

@@ -140,10 +140,14 @@ class _Walks(NamedTuple):
     q: Tensor  # [m] q_val of the reads that meet a write
 
 
+def _num_slots(*ids: Tensor) -> int:
+    """How many slots there are up to the highest one."""
+    return max([1, *(int(x.max()) + 1 for x in ids if x.numel())])
+
+
 def _prepare(k_idx: Tensor, k_val: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor) -> _Walks:
     """Inputs with steps and streams flattened: [N, C, *]."""
-    slots = int(torch.cat([k_idx.flatten(), q_idx.flatten()]).max()) + 1 if k_idx.numel() else 1
-    slots = max(slots, 1)
+    slots = _num_slots(k_idx, q_idx)
     writes = _sort_entries(k_idx, slots)
     reads = _find_reads(q_idx, writes, slots)
     dtype = g.dtype
@@ -179,8 +183,7 @@ def write_groups_cpu(k_idx: Tensor) -> WriteGroups:
     entries = k_idx.shape[2:].numel()
     sizes = (entries, entries + 1, entries)
     groups = WriteGroups(*(empty((*k_idx.shape[:2], size), k_idx, torch.int32) for size in sizes))
-    slots = int(k_idx.max()) + 1 if k_idx.numel() else 1
-    _fill_groups(_sort_entries(k_idx.flatten(0, 1), max(slots, 1)), k_idx, groups)
+    _fill_groups(_sort_entries(k_idx.flatten(0, 1), _num_slots(k_idx)), k_idx, groups)
     return groups
 
 

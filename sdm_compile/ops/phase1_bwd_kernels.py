@@ -258,7 +258,7 @@ def launch_phase1_bwd(
         rest = Phase1BwdScratch(*(x[:count] for x in scratch[1]))
         some_grads, some_inputs, some_outs = ([x[start : start + count] for x in side] for side in sides)
         for x in some_outs:
-            x.zero_()
+            x.zero_()  # the kernels meet no entry without a slot
         launch_joined_sort(some_inputs[0], some_inputs[3], sort)
         launch_phase1_bwd_sorted(sort.keys, some_grads, some_inputs, some_outs, rest)
 

@@ -92,6 +92,8 @@ def repeat_count(device: torch.device) -> Tensor:
 
 
 def _new_count(device: torch.device) -> Tensor:
+    """Zero, in memory that is kept beyond the call: see `in_a_thread`."""
+
     def new() -> Tensor:
         with torch.inference_mode(False):
             return torch.zeros((), dtype=torch.int64, device=device)

@@ -16,7 +16,10 @@ class Situation(Enum):
 
 
 def current_situation(device: torch.device) -> Situation:
-    """The situation of the call that is running on `device` now. Meant for inside an op's kernel."""
+    """The situation of the call that is running on `device` now.
+
+    Meant for inside an op's kernel; elsewhere `runs_now` has to rule tracing out first.
+    """
     if device.type == "meta":
         return Situation.TRACING
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -74,6 +74,7 @@ def _load_sent_back(p_du, p_dy, source, mask, o_d, m_d, D):
     if p_dy.dtype == p_du.dtype:
         # Chosen with the columns in place: chosen addresses of rows, spread later, may be loaded element by element.
         return tl.load(tl.where(read, p_dy + at, p_du + at), mask=m, other=0.0)
+    # Between addresses of two dtypes nothing can be chosen.
     du = tl.load(p_du + at, mask=m & ~read, other=0.0)
     dy = tl.load(p_dy + at, mask=m & read, other=0.0).to(tl.float32)
     return tl.where(read, dy, du)

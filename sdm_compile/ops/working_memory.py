@@ -30,7 +30,7 @@ class Memory:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
 
     def of(self, form: Any) -> Any:
-        """A nest of tensors like these meta tensors, from the start of the memory on; of one storage where they are."""
+        """A nest of tensors like these meta tensors, from the start of the memory on; those of one storage share it."""
         starts = iter(_layout(form)[0])
 
         def view(x: Tensor) -> Tensor:

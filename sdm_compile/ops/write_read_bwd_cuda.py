@@ -105,7 +105,10 @@ def _slab_form(shape: BackwardShape) -> Slab:
     matrix, of_writes, of_reads = ((*tokens, width) for width in (shape.chunk, shape.writes, shape.reads))
     # What `couple` is the last to read, and then what the steps leave to `conclude`.
     coupling, left = in_turn(
-        dict(QX=floats(*matrix), k_eff=floats(*of_writes), q_w=floats(*of_reads), groups_scratch=groups_scratch),
+        dict(
+            kept=dict(QX=floats(*matrix), k_eff=floats(*of_writes), q_w=floats(*of_reads)),
+            groups_scratch=groups_scratch,
+        ),
         dict(
             dwrite_w=floats(*tokens, gather_parts, shape.writes),
             dgroup_decay=floats(*chunks, row_parts, entries),
@@ -116,13 +119,12 @@ def _slab_form(shape: BackwardShape) -> Slab:
     stepping, made = in_turn(
         dict(
             Xt=floats(*matrix),
-            write_w=floats(*of_writes),
-            group_decay=floats(*chunks, entries),
+            kept=dict(write_w=floats(*of_writes), group_decay=floats(*chunks, entries)),
+            groups={name: x for name, x in groups._asdict().items() if name != "keys"},
             number=torch.empty(joined, dtype=torch.int32, device=like.device),
             sources=torch.empty(joined, dtype=torch.int32, device=like.device),
             weights=floats(*joined),
             gathered=floats(*tokens[1:], shape.head_dim),
-            **{name: x for name, x in groups._asdict().items() if name != "keys"},
         ),
         dict(
             **{name: floats(*matrix) for name in ("dB", "dA", "dQK")},
@@ -133,14 +135,13 @@ def _slab_form(shape: BackwardShape) -> Slab:
             phase1_scratch=empty_phase1_bwd_sorted_scratch(*sizes, like),
         ),
     )
-    kept = {name: part.pop(name) for part in (coupling, stepping) for name in KEPT if name in part}
-    groups = SlotGroups(groups.keys, **{name: stepping.pop(name) for name in SlotGroups._fields if name in stepping})
+    kept = {**coupling.pop("kept"), **stepping.pop("kept"), "A": floats(*matrix)}
     return Slab(
         staged=staged,
         silent=torch.empty(tokens, dtype=torch.int8, device=like.device),
         dy=empty((*tokens, shape.head_dim), like),
-        kept={**kept, "A": floats(*matrix)},
-        groups=groups,
+        kept=kept,
+        groups=groups._replace(**stepping.pop("groups")),
         delta=floats(*tokens, shape.head_dim),
         du=floats(*tokens, shape.head_dim),
         **{**coupling, **left, **stepping, **made},

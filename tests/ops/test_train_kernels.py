@@ -20,6 +20,7 @@ from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
+from sdm_compile.ops import write_read_cuda
 from sdm_compile.ops.write_read_bwd_cuda import backwards, call_of
 from sdm_compile.ops.write_read_cuda import Saving
 from tests import loops
@@ -90,6 +91,26 @@ def test_writers_and_slabs_store_the_same_bits(case: Case) -> None:
         assert_same_bits(by_write[:2], other[:2])
 
 
+@in_the_interpreter
+def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one group keeps of a step is no contiguous part of all: it is copied, where a whole batch works in place."""
+    case = replace(REUSE, tokens=21)
+    memory, *inputs = case.make(torch.float32)
+    final = memory.clone()
+    readings, kept, _ = CPU.save(final, inputs, case.chunk_size, "none", plan_call(final, True))
+
+    def everything() -> list[Tensor]:
+        got_readings, bank, saved = save(case, "none", "gather", slab=2)
+        grads = [bank_gradient(normal_like(final), final, True), *input_gradients(inputs)]
+        call = call_of(normal_like(readings), grads[0], final, inputs, unflattened(kept, case), "none", grads[1:])
+        loops.backward(call, case.chunk_size, slab=2)
+        return [got_readings, bank, *saved._replace(snapshot=rows_of_groups(saved, case)[0]), *grads]
+
+    whole = everything()
+    monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)  # a stream at a time
+    assert_same_bits(everything(), whole)
+
+
 @pytest.mark.parametrize(
     ("slabs", "expected"),
     [
@@ -101,6 +122,19 @@ def test_writers_and_slabs_store_the_same_bits(case: Case) -> None:
 )
 def test_a_backward_begins_with_short_slabs(slabs: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     assert backwards(slabs) == expected
+
+
+@pytest.mark.parametrize(
+    ("bank", "streams", "training", "expected"),
+    [
+        *((2**20, 1, True, 32), (2**20, 1, False, 64), (2**20, 64, True, 384), (2**20, 4096, False, 1024)),
+        *((2**28, 1, True, 160), (2**30, 8, True, 225), (2**34, 8, True, 480), (2**34, 8, False, 480)),
+    ],
+)
+def test_working_memory_of_a_call(bank: int, streams: int, training: bool, expected: int) -> None:
+    """In MiB; the bank in bytes."""
+    rows = torch.empty(bank // 2, 1, dtype=torch.bfloat16, device="meta")
+    assert write_read_cuda.working_bytes(rows, streams, training) // 2**20 == expected
 
 
 # Which of the readings and the final bank have a gradient, in which mode, and the steps of the slabs. The interpreter
