@@ -1,7 +1,9 @@
 """Sparse Delta Memory as first-class PyTorch: `torch.library` ops, a layer, and a small language model."""
 
 from .config import SparseDeltaMemoryConfig
+from .graphs import CaptureError, DecodeGraph, StatePool, TrainGraph
 from .layer import SparseDeltaMemory
+from .lm import LanguageModel, LMConfig, LMPending, LMState
 from .ops import (
     SDMPending,
     UnsupportedConfigurationError,
@@ -17,10 +19,18 @@ from .ops import (
 from .state import SDMState
 
 __all__ = [
+    "CaptureError",
+    "DecodeGraph",
+    "LMConfig",
+    "LMPending",
+    "LMState",
+    "LanguageModel",
     "SDMPending",
     "SDMState",
     "SparseDeltaMemory",
     "SparseDeltaMemoryConfig",
+    "StatePool",
+    "TrainGraph",
     "UnsupportedConfigurationError",
     "last_dispatch",
     "product_key_topk",

@@ -76,7 +76,7 @@ class Checkpoint:
         if path.is_dir():
             path = path / CHECKPOINT
         if not path.is_file():
-            raise FileNotFoundError(f"no checkpoint at {path}")
+            raise FileNotFoundError(f"no checkpoint at {path.absolute()}; a training run leaves one in its folder")
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -85,8 +85,9 @@ class Checkpoint:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a language model checkpoint of this package")
-            if metadata["format_version"] != str(VERSION):
-                raise ValueError(f"{path} has format version {metadata['format_version']}; this one reads {VERSION}")
+            version = metadata.get("format_version")
+            if version != str(VERSION):
+                raise ValueError(f"{path} has format version {version}; this one reads {VERSION}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         try:
             run = json.loads(metadata["run"])
@@ -94,7 +95,7 @@ class Checkpoint:
             training = run.pop("training")
             training = TrainConfig(**training | {"text": tuple(training["text"])})
             return cls(model=model, training=training, tensors=tensors, **run)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not say what a run needs: {error}") from error
 
 
@@ -108,6 +109,7 @@ def load_language_model(path: str | Path, device: torch.device | str | None = No
         FileNotFoundError, ValueError: see `Checkpoint.load` and `load_model`.
     """
     checkpoint = Checkpoint.load(path)
-    model = LanguageModel(checkpoint.model)
-    load_model(model, checkpoint.tensors)
-    return model.to(device or "cpu").eval()
+    with torch.inference_mode(False), torch.device("cpu" if device is None else device):
+        model = LanguageModel(checkpoint.model)
+        load_model(model, checkpoint.tensors)
+    return model.eval()

@@ -159,7 +159,6 @@ class SparseDeltaMemory(nn.Module):
         readings, pending = sdm_draft(state.bank, *inputs)
         return self._output(readings.to(inputs[2].dtype), x), pending
 
-    @torch.no_grad()
     def commit_(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Advances the state in place by the first so many tokens of a draft.
 
@@ -169,22 +168,33 @@ class SparseDeltaMemory(nn.Module):
             pending: what `draft` returned.
             accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
         Raises:
-            ValueError, RuntimeError: see `sdm_commit_`. Nothing has been written then.
+            TypeError, ValueError, RuntimeError: see `sdm_commit_`; also where the state requires a gradient and grad
+            mode is on. Nothing has been written then.
         """
         self.check_commit(state, pending, accepted)
         heads = self.config.num_heads
-        sdm_commit_(state.bank, pending, accepted.unsqueeze(1).expand(-1, heads).flatten())
+        with torch.no_grad():
+            sdm_commit_(state.bank, pending, accepted.unsqueeze(1).expand(-1, heads).flatten())
 
     def check_commit(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Raises where `commit_` would, as far as shapes and the state's version tell."""
-        self.capacity(state.bank)  # of which the pending slots are rows, whatever entries it was drafted with
-        check_accepted(accepted, pending.slots.shape[0] // self.config.num_heads, "[B]")
+        if torch.is_grad_enabled() and state.bank.requires_grad:
+            raise RuntimeError(
+                "commit_ was called with grad mode on, and the state's bank requires a gradient, which would be wrong "
+                "then: call it under torch.no_grad(), or with state.detach()"
+            )
+        batch = pending.slots.shape[0] // self.config.num_heads
+        # The pending slots are rows of the bank, whatever entries it was drafted with.
+        self.capacity(state.bank, least=batch if state.entries is None and pending.bank is None else 0)
+        check_accepted(accepted, batch, "[B]")
         pending.check_bank(state.bank)
 
     def _check(self, x: Tensor, state: SDMState | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {self.config.dim}")
         if state is not None:
+            if not isinstance(state, SDMState):
+                raise TypeError(f"state is a {type(state).__name__}; expected an SDMState, or None for the beginning")
             self.check_state(state, x.shape[0])
 
     def _inputs(self, x: Tensor, state: SDMState | None) -> tuple[Tensor, ...]:

@@ -200,6 +200,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected an {expected.__name__}")
+
+
 class LanguageModel(nn.Module):
     """Byte-level language model of SDM layers.
 
@@ -299,7 +304,6 @@ class LanguageModel(nn.Module):
         entries = None if state.entries is None else state.entries.clone()
         return self.head(self.norm(x)), LMPending(memories, windows, entries)
 
-    @torch.no_grad()
     def commit_(self, state: LMState, pending: LMPending, accepted: Tensor) -> None:
         """Advances the state in place by the first so many tokens of a draft.
 
@@ -308,12 +312,18 @@ class LanguageModel(nn.Module):
             pending: what `draft` returned.
             accepted: [B] int32 or int64, how many tokens of each sequence, cut off at 0 and T on the device.
         Raises:
-            ValueError, RuntimeError: see `sdm_commit_`. Nothing has been written then.
+            TypeError, ValueError, RuntimeError: see `SparseDeltaMemory.commit_`. Nothing has been written then.
         """
+        _check_type("state", state, LMState)
+        _check_type("pending", pending, LMPending)
         state = state.at(pending.entries)
         self._check_state(state, pending.windows[0].shape[0])
         for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
             block.sdm.check_commit(memory, rows, accepted)
+        with torch.no_grad():
+            self._commit_(state, pending, accepted)
+
+    def _commit_(self, state: LMState, pending: LMPending, accepted: Tensor) -> None:
         for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
             block.sdm.commit_(memory, rows, accepted)
         places = _places(state)
@@ -329,6 +339,7 @@ class LanguageModel(nn.Module):
 
     def _check_state(self, state: LMState, batch: int) -> None:
         """Before any block advances its part of the state."""
+        _check_type("state", state, LMState)
         if len(state.memories) != len(self.blocks) or len(state.tails) != len(self.blocks):
             raise ValueError(f"the state is of {len(state.memories)} blocks; the model has {len(self.blocks)}")
         shape = (batch, self.config.conv_width - 1, self.config.dim)

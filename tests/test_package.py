@@ -15,10 +15,18 @@ PACKAGE = ROOT / "sdm_compile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 PUBLIC = {
+    "CaptureError",
+    "DecodeGraph",
+    "LMConfig",
+    "LMPending",
+    "LMState",
+    "LanguageModel",
     "SDMPending",
     "SDMState",
     "SparseDeltaMemory",
     "SparseDeltaMemoryConfig",
+    "StatePool",
+    "TrainGraph",
     "UnsupportedConfigurationError",
     "last_dispatch",
     "product_key_topk",

@@ -45,7 +45,7 @@ class StatePool(Generic[State]):
     """
 
     def __init__(self, state: State, initial: State) -> None:
-        if _has_entries((state, initial)):
+        if _entries((state, initial)):
             raise ValueError("the state is one of chosen entries; a pool is made from the whole: state.at(None)")
         self.capacity = _capacity(state, initial)
         self.state: State = pytree.tree_map(torch.detach, state)
@@ -78,6 +78,8 @@ class StatePool(Generic[State]):
                 "pool.at() was called with grad mode on, in which a call leaves the pool as it is: serve under "
                 "torch.no_grad() or torch.inference_mode(); for gradients, use pool.state.at(entries)"
             )
+        if not isinstance(entries, Tensor | Sequence):
+            raise TypeError(f"entries is {entries!r}; expected one for each row of the batch, such as [0]")
         if not isinstance(entries, Tensor):
             real = [entry for entry in entries if not (isinstance(entry, int) and entry < 0)]
             self._check_held(*real)
@@ -158,8 +160,9 @@ class StatePool(Generic[State]):
         """Takes the first free entry, and gives it a copy of this state's rows, with their bits.
 
         Args:
-            state: of one sequence, such as `get` gave or a file held, or a model has advanced; on any device: from
-                another one the copy may wait.
+            state: of one sequence, such as `get` gave or a file held, or a model has advanced; or of one entry of this
+                or another pool, as `at` gives. On any device: reading an entry's number, and copying from elsewhere,
+                may wait.
         Raises:
             ValueError: it differs from this pool's entries in structure, shape or dtype. RuntimeError: there is no free
             entry.
@@ -172,18 +175,24 @@ class StatePool(Generic[State]):
 
     def _parts(self, state: Any) -> list[Tensor]:
         """The tensors of a state that fits into an entry."""
-        if _has_entries(state):
-            raise ValueError("the state is one of chosen entries; expected that of one sequence, as get(entry) gives")
+        chosen = sorted({entry for entries in _entries(state) for entry in entries.flatten().tolist()})
+        if chosen:
+            if len(chosen) > 1 or chosen[0] < 0:
+                raise ValueError(f"the state is of the entries {chosen}; expected that of one sequence")
+            state = pytree.tree_map(lambda part: part.at(None) if chooses(part) else part, state, is_leaf=chooses)
         parts, spec = pytree.tree_flatten(state)
         if spec != self._spec:
             raise ValueError(f"the state's structure is {spec}; expected the pool's, {self._spec}")
         for i, (part, initial) in enumerate(zip(parts, self._initial, strict=True)):
-            if not isinstance(part, Tensor):
-                raise ValueError(f"leaf {i} of the state is a {type(part).__name__}; expected a tensor")
+            if not isinstance(part, Tensor) or part.is_meta or part.layout is not torch.strided:
+                kind = f"{part.layout} on {part.device}" if isinstance(part, Tensor) else type(part).__name__
+                raise ValueError(f"leaf {i} of the state is a {kind}; expected a tensor of memory of its own")
+            if chosen and part.dim() and chosen[0] < part.shape[0] // initial.shape[0]:
+                part = parts[i] = part.narrow(0, chosen[0] * initial.shape[0], initial.shape[0])
             if (part.shape, part.dtype) != (initial.shape, initial.dtype):
                 raise ValueError(
                     f"tensor {i} of the state has shape {tuple(part.shape)} and dtype {part.dtype}; an entry of this "
-                    f"pool takes {tuple(initial.shape)} and {initial.dtype}: the state of one sequence, as initial was"
+                    f"pool takes {tuple(initial.shape)} and {initial.dtype}, those of the initial state"
                 )
         return parts
 
@@ -210,9 +219,10 @@ class StatePool(Generic[State]):
             kept.copy_(part)
 
 
-def _has_entries(state: Any) -> bool:
+def _entries(state: Any) -> list[Tensor]:
+    """Those that its parts were given."""
     parts = pytree.tree_leaves(state, is_leaf=chooses)
-    return any(getattr(part, "entries", None) is not None for part in parts)
+    return [part.entries for part in parts if getattr(part, "entries", None) is not None]
 
 
 def _capacity(state: Any, initial: Any) -> int:

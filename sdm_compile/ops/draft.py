@@ -22,7 +22,6 @@ from .checks import (
     check_devices,
     check_dtype,
     check_float,
-    check_ids,
     check_ids_in_bank,
     check_range,
     check_rank,
@@ -129,7 +128,10 @@ def _check_commit(memory: Tensor, new_rows: Tensor, slots: Tensor, accepted: Ten
 
 def check_accepted(accepted: Tensor, count: int, layout: str) -> None:
     """The accepted counts, `count` of them."""
-    check_ids("accepted", accepted)
+    if not isinstance(accepted, Tensor):
+        raise TypeError(f"accepted is a {type(accepted).__name__}; expected an int32 or int64 tensor {layout}")
+    if accepted.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"accepted has dtype {accepted.dtype}; counts are int32 or int64")
     check_shape("accepted", accepted, (count,), layout)
 
 

@@ -37,6 +37,7 @@ def runs_now(tensor: Tensor) -> bool:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx
+    tracing = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)  # make_fx, FakeTensorMode
+    if any(torch._C._get_dispatch_mode(key) is not None for key in tracing):
         return False
     return current_situation(tensor.device) is Situation.EAGER

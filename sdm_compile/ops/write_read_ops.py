@@ -1,5 +1,5 @@
 """The write/read's ops, each one node of a graph however long the sequence: `write_read` (functional, saves nothing),
-`write_read_save` (the same values, saves what its backward reads), `write_read_bwd`, and `write_read_` (in place, for
+`write_read_saving` (the same values, saves what its backward reads), `write_read_bwd`, and `write_read_` (in place, for
 inference). `write_read` chooses between them; SPEC sections 1 to 4.
 """
 
@@ -316,14 +316,14 @@ def _write_read_in_place_fake(memory: Tensor, *args: Any) -> Tensor:
     return empty_readings(memory, inputs[0])
 
 
-def _write_read_save(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _write_read_saving(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     check_write_read(memory, inputs, chunk_size)
     _check_saving(memory, inputs[0], chunk_size, mode)
     bank = empty_bank(memory).copy_(memory)
     plan = plan_call(bank, True, mode)
     readings, saved, route = on.save(bank, inputs, chunk_size, mode, plan)
-    record_call("forward", "write_read_save", bank, inputs, chunk_size, route, plan)
+    record_call("forward", "write_read_saving", bank, inputs, chunk_size, route, plan)
     return readings, bank, *saved
 
 
@@ -354,8 +354,8 @@ def _check_write_read_bwd(
         check_like("dfinal", dfinal, "final_memory", final_memory)
     form = empty_saved(final_memory.new_empty(final_memory.shape, device="meta"), k_idx, q_idx, chunk_size, mode)
     for name, tensor in saved._asdict().items():
-        check_shape(name, tensor, getattr(form, name).shape, "the shape that write_read_save returned")
-        check_dtype(name, tensor, getattr(form, name).dtype, "from write_read_save")
+        check_shape(name, tensor, getattr(form, name).shape, "the shape that write_read_saving returned")
+        check_dtype(name, tensor, getattr(form, name).dtype, "from write_read_saving")
     check_devices(final_memory=final_memory, dreadings=dreadings, dfinal=dfinal, **saved._asdict())
 
 
@@ -439,10 +439,10 @@ write_read_op = register(
 )
 
 write_read_save_op = register(
-    f"write_read_save(Tensor memory, {INPUTS}, int chunk_size, str snapshot_quant, bool grad_bank_fp32)"
+    f"write_read_saving(Tensor memory, {INPUTS}, int chunk_size, str snapshot_quant, bool grad_bank_fp32)"
     f" -> ({', '.join(['Tensor'] * (2 + len(Saved._fields)))})",
-    cpu=partial(_write_read_save, CPU),
-    cuda=partial(_write_read_save, CUDA),
+    cpu=partial(_write_read_saving, CPU),
+    cuda=partial(_write_read_saving, CUDA),
     fake=_write_read_save_fake,
     setup_context=_setup_write_read,
     backward=_write_read_backward,

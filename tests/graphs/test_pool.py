@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +191,19 @@ def test_nothing_of_the_autograd_graph_comes_in_or_out() -> None:
     assert not (kept.bank.requires_grad or kept.bank.is_inference() or pool.state.bank.requires_grad)
 
 
+@torch.no_grad()
+def test_a_state_of_one_entry_is_taken_out_of_its_pool(tmp_path: Path) -> None:
+    pool, other = numbered_pool(), numbered_pool()
+    pool.acquire()
+    entry = pool.acquire()
+    pool.state["a"].bank[:] = torch.arange(30.0)[:, None]
+    torch.save(pool.state["a"].at(torch.tensor([entry])), tmp_path / "state")
+    loaded = {"a": torch.load(tmp_path / "state"), "position": pool.state["position"]}
+    put = other.put(loaded)
+    assert_same_bits(part(other.state["a"], put, 5), part(pool.state["a"], entry, 5))
+    assert other.state["position"][put] == pool.state["position"][entry]
+
+
 @pytest.mark.parametrize(
     "state, message",
     [
@@ -204,8 +218,16 @@ def test_nothing_of_the_autograd_graph_comes_in_or_out() -> None:
             "tensor 1 of the state has .* dtype torch.float32; an entry of this pool takes .* torch.int64",
         ),
         (
-            {"a": SDMState(torch.zeros(6, 3), torch.tensor([0])), "position": torch.zeros(1).long()},
-            r"the state is one of chosen entries; expected that of one sequence, as get\(entry\)",
+            {"a": SDMState(torch.zeros(12, 3), torch.tensor([0, 1])), "position": torch.zeros(2).long()},
+            r"the state is of the entries \[0, 1\]; expected that of one sequence",
+        ),
+        (
+            {"a": SDMState(torch.zeros(12, 3), torch.tensor([-1])), "position": torch.zeros(2).long()},
+            r"the state is of the entries \[-1\]",
+        ),
+        (
+            {"a": SDMState(torch.zeros(12, 3), torch.tensor([2])), "position": torch.zeros(2).long()},
+            r"tensor 0 of the state has shape \(12, 3\)",
         ),
     ],
 )

@@ -130,6 +130,10 @@ def test_errors_come_before_anything_is_written() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layer.commit_(state, pending, accepted)
+    with pytest.raises(TypeError, match="accepted is a int; expected an int32 or int64 tensor"):
+        layer.commit_(state, pending, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="state is a Tensor; expected an SDMState"):
+        layer.draft(x, state.bank)  # type: ignore[arg-type]
     for bank in (state.bank[1:], state.bank[:, 1:], state.bank[0]):
         with pytest.raises(ValueError, match=r"the state's bank has shape .*; expected \(capacity \* 32, 6\)"):
             layer.commit_(SDMState(bank), pending, counts)
@@ -142,3 +146,26 @@ def test_errors_come_before_anything_is_written() -> None:
     with pytest.raises(RuntimeError, match="written to since the draft"):
         layer.commit_(state, pending, counts)
     assert_same_bits(state.bank, kept)
+
+
+def test_no_commit_to_what_requires_a_gradient() -> None:
+    layer = make_layer()
+    state, x = layer.init_state(2), torch.randn(2, DRAFTED, 12, dtype=torch.float64)
+    _, pending = layer.draft(x, state)
+    kept, counts = state.bank.detach().clone(), torch.tensor([1, 2])
+    with pytest.raises(RuntimeError, match=r"the state's bank requires a gradient.*torch\.no_grad\(\)"):
+        layer.commit_(state, pending, counts)
+    assert_same_bits(state.bank.detach(), kept)
+    layer.commit_(state.detach(), pending, counts)
+    assert not torch.equal(state.bank.detach(), kept)
+
+
+def test_a_bank_too_small_for_an_unmarked_draft() -> None:
+    """A draft that was traced or captured does not know its bank: the number of its sequences says enough."""
+    layer = make_layer()
+    x, counts = torch.randn(2, DRAFTED, 12, dtype=torch.float64), torch.tensor([1, 2])
+    with torch.no_grad():
+        _, pending = layer.draft(x, layer.init_state(2))
+        pending.bank = None
+        with pytest.raises(ValueError, match="with a capacity of at least 2"):
+            layer.commit_(layer.init_state(1), pending, counts)

@@ -66,7 +66,7 @@ def test_in_place() -> None:
 @pytest.mark.parametrize("mode", ["none", "bf16", "fp8", "int4"])
 def test_training(mode: str) -> None:
     assert after(lambda i: train(i, snapshot_quant=mode)) == LastDispatch(
-        forward=expected("write_read_save", 2, "write", **CALL),
+        forward=expected("write_read_saving", 2, "write", **CALL),
         backward=expected("write_read_bwd", 2, "write", **CALL),
     )
 

@@ -96,7 +96,7 @@ def test_composite_is_one_node() -> None:
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     compiled(*RAGGED.make(F32))
     compiled(*RAGGED.make(F32).requiring_grad())
-    assert [sdm_nodes(graph) for graph in captured] == [{"write_read": 1}, {"write_read_save": 1}]
+    assert [sdm_nodes(graph) for graph in captured] == [{"write_read": 1}, {"write_read_saving": 1}]
 
 
 def test_fx_sees_every_stage_and_its_own_backward() -> None:

@@ -25,7 +25,7 @@ from tests.samples.row_quant import empty_rows
 FAMILIES = {
     "call": (  # [P, T, *]
         *("stage_inputs", "stage_inputs_bwd", "unstage_readings_bwd"),
-        *("write_read", "write_read_", "write_read_save", "write_read_bwd"),
+        *("write_read", "write_read_", "write_read_saving", "write_read_bwd"),
         *("write_read_recompute", "write_read_recompute_bwd"),
         *("draft", "commit_"),
     ),

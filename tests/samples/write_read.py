@@ -50,7 +50,7 @@ def _saved(call: Chunked, mode: str) -> Saved:
     return Saved(call.retrieved, snapshot, scales, call.X, call.QX, **kept).flattened()
 
 
-def _write_read_save(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _write_read_saving(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     return (
         *reference.write_read(memory, *inputs),
@@ -59,7 +59,7 @@ def _write_read_save(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _specified(args: Sequence[Any], outputs: list[Tensor]) -> list[Tensor]:
-    """What `write_read_save` returns, with zeros in the snapshot's rows that stand for no group."""
+    """What `write_read_saving` returns, with zeros in the snapshot's rows that stand for no group."""
     saved = Saved(*outputs[2:])
     unused = group_slots(args[1], args[8]) < 0
     snapshot, scales = saved.snapshot.clone(), saved.scales.clone()
@@ -154,7 +154,7 @@ _RECOMPUTED = [RAGGED, replace(OTHER_SIZES, name="other sizes and as many segmen
 CASES = [
     OpCase("write_read", _call_samples([]), lambda *args: reference.write_read(*args[:-1]), through_bank=True),
     OpCase(
-        "write_read_save",
+        "write_read_saving",
         [
             *_call_samples(["none", False]),
             *(
@@ -163,7 +163,7 @@ CASES = [
             ),
             Sample("gradient in float32", lambda dtype: [*RAGGED.make(dtype), RAGGED.chunk_size, "none", True]),
         ],
-        _write_read_save,
+        _write_read_saving,
         differentiable=(0, 1),
         through_bank=True,
         specified=_specified,
