@@ -24,18 +24,17 @@ def _spoil(memory: Any, form: Any, name: str) -> None:
             x.view(torch.uint8).fill_(255)
 
 
-def _run(groups: Sequence[Sequence[StepLoop]], in_place: bool) -> None:
+def _run(groups: Sequence[Sequence[StepLoop]]) -> None:
     for loop in (loop for group in groups for loop in group):
-        own, form = own_memory(loop, torch.device("cpu")), loop.memory_form()
-        for x in filter(torch.is_tensor, tree_leaves(own)):  # nothing relies on what it held
+        memory, form = own_memory(loop, torch.device("cpu")), loop.memory_form()
+        for x in filter(torch.is_tensor, tree_leaves(memory)):  # nothing relies on what it held
             x.view(torch.uint8).fill_(255)
-        memory = loop.in_place(own) if in_place else own
         loop.stage(memory)
         loop.couple(memory, None)
-        _spoil(own, form, "dots" if loop.concludes else "u")
+        _spoil(memory, form, "dots" if loop.concludes else "u")
         loop.steps(memory, None)
         if loop.concludes:
-            _spoil(own, form, "dB")
+            _spoil(memory, form, "dB")
             loop.conclude(memory)
         loop.read(memory)
 
@@ -50,19 +49,16 @@ def forward(
     slab: int,
     by_token: bool = False,
 ) -> None:
-    """`write_read_cuda` in slabs of so many steps, a power of two, written by token or by group.
-
-    Slabs of one step work in memory of their own, as those that are replayed do, the others in place.
-    """
+    """`write_read_cuda` in slabs of so many steps, a power of two, written by token or by group."""
     with (
         patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab),
         patch.object(write_read_cuda, "writes_by_token", lambda *args: by_token),
     ):
         loops = write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving, repeat_count(bank.device))
-        _run(list(loops), in_place=slab > 1)
+        _run(list(loops))
 
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:
-    """`backward_cuda` in slabs of so many steps, a power of two; in whose memory as in `forward`."""
+    """`backward_cuda` in slabs of so many steps, a power of two."""
     with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab):
-        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)), in_place=slab > 1)
+        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)))

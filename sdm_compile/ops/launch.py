@@ -63,12 +63,6 @@ class StepLoop(Protocol):
     def clear(self, memory: Any) -> None:
         """Fills the memory so that no launch on it touches a bank row."""
 
-    def in_place(self, memory: Any) -> Any:
-        """The memory, with the call's own tensors in place of those that `stage` or `read` would copy from or to them.
-
-        For plain launches: a captured loop has to find everything where it was.
-        """
-
     def stage(self, memory: Any) -> None:
         """Launches what reads the call's inputs."""
 
@@ -275,8 +269,7 @@ def run_plainly(groups: Groups, device: torch.device) -> None:
     for k, memory in enumerate(memories):
         memory.become(memory.needs(loop.memory_bytes for loops in groups for loop in loops[k::2]), device)
     for loops in groups:
-        placed = [loop.in_place(memories[k % 2].of(loop.memory_form())) for k, loop in enumerate(loops)]
-        _run_overlapped([_Plain(loop, memory) for loop, memory in zip(loops, placed, strict=True)], streams)
+        _run_overlapped([_Plain(loop, memories[k % 2].of(loop.memory_form())) for k, loop in enumerate(loops)], streams)
 
 
 def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], device: torch.device) -> Hashable:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bound import KernelCall, each_step
-from .copy_kernels import transpose_all
+from .copy_kernels import copy_all, transpose_all
 from .dual_matmul_kernels import (
     lower_matmul_call,
     outer_product_call,
@@ -42,7 +42,7 @@ from .step_bwd_kernels import (
 from .step_table import StepAddress
 from .working_memory import in_turn, memory_bytes
 from .write_read_bwd import Saved
-from .write_read_cuda import MAX_FORMS, Shape, can_stand_in, copy_elsewhere, cut, of_streams, run_loops, step_address
+from .write_read_cuda import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 
 KEPT = ("QX", "A", "k_eff", "q_w", "write_w", "group_decay")  # what a slab takes over of `Saved`
 
@@ -193,19 +193,12 @@ class _SlabLoop:
         for ids in (slab.staged.k_idx, slab.staged.q_idx, slab.groups.slot):
             ids.fill_(-1)
 
-    def _kept(self) -> dict[str, Tensor]:
-        steps = slice(self.first, self.first + self.length)
-        return {name: getattr(self.call.saved, name)[steps] for name in KEPT}
-
-    def in_place(self, slab: Slab) -> Slab:
-        return slab._replace(kept={**slab.kept, **can_stand_in(self._kept())})
-
     def stage(self, slab: Slab) -> None:
         call, shape = self.call, self.signature
         first_token = self.first * shape.chunk
         launch_stage_inputs(call.inputs, slab.staged, slab.silent, None, shape.num_slots, first_token)
-        copy_elsewhere(self._kept(), slab.kept)
         steps = slice(self.first, self.first + self.length)
+        copy_all(list(slab.kept.values()), [getattr(call.saved, name)[steps] for name in slab.kept])
         X, retrieved = (getattr(call.saved, name)[steps].contiguous() for name in ("X", "retrieved"))
         values = (slab.staged.v.flatten(0, 1), slab.staged.beta.flatten(0, 1))
         X, Xt, retrieved, delta = (x.flatten(0, 1) for x in (X, slab.Xt, retrieved, slab.delta))
@@ -368,15 +361,4 @@ def call_loops(call: Call, chunk_size: int) -> Iterator[list[_SlabLoop]]:
             grads=[x[streams] for x in call.grads],
         )
         of_part = replace(shape, streams=part.inputs[0].shape[0])
-        yield [_SlabLoop(part, replace(of_part, steps=steps), first) for first, steps in backwards(slabs)]
-
-
-def backwards(slabs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Slabs, each by its first step and its steps, in the order of the backward. Under nothing but its preparation
-    runs the first of them: as long as all others, it comes in two quarters and a half."""
-    (first, steps), (_, longest) = slabs[-1], slabs[0]
-    quarter = steps // 4
-    if steps < longest or not quarter:
-        return [*reversed(slabs)]
-    cuts = [(first + 3 * quarter, quarter), (first + 2 * quarter, quarter), (first, 2 * quarter)]
-    return [*cuts, *reversed(slabs[:-1])]
+        yield [_SlabLoop(part, replace(of_part, steps=steps), first) for first, steps in reversed(slabs)]

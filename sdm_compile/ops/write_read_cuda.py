@@ -245,20 +245,6 @@ class _SlabLoop:
         for ids in (slab.staged.k_idx, slab.staged.q_idx, slab.fields.group_slot):
             ids.fill_(-1)
 
-    def _kept(self) -> dict[str, Tensor]:
-        """Where fields of the slab, X and QX are kept."""
-        if self.saving is None:
-            return {}
-        steps = slice(self.first, self.first + self.length)
-        names = (*ChunkFields._fields, "X", "QX")
-        return {name: x[steps] for name, x in self.saving.saved._asdict().items() if name in names}
-
-    def in_place(self, slab: Slab) -> Slab:
-        kept = can_stand_in(self._kept())
-        fields = {name: x for name, x in kept.items() if name in ChunkFields._fields}
-        matrices = (kept.get("X", slab.X), kept.get("QX", slab.QX))
-        return slab._replace(fields=slab.fields._replace(**fields), X=matrices[0], QX=matrices[1])
-
     def stage(self, slab: Slab) -> None:
         first_token = self.first * self.signature.chunk
         launch_stage_inputs(self.inputs, slab.staged, slab.silent, self.repeats, self.bank.shape[0], first_token)
@@ -287,19 +273,11 @@ class _SlabLoop:
             plus=slab.inter.flatten(0, 1),
             unstage=(self.first * self.signature.chunk, self.signature.streams),
         ).launch()
-        copy_elsewhere({**slab.fields._asdict(), "X": slab.X, "QX": slab.QX}, self._kept())
-
-
-def can_stand_in(kept: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that lie as working memory does."""
-    return {name: x for name, x in kept.items() if x.is_contiguous() and aligned([x.data_ptr()])}
-
-
-def copy_elsewhere(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-    """Copies the source of each target's name, where it lies elsewhere."""
-    names = [name for name, x in targets.items() if x.data_ptr() != sources[name].data_ptr()]
-    if names:
-        copy_all([targets[name] for name in names], [sources[name] for name in names])
+        if self.saving is not None:
+            made = {**slab.fields._asdict(), "X": slab.X, "QX": slab.QX}
+            steps = slice(self.first, self.first + self.length)
+            kept = {name: x[steps] for name, x in self.saving.saved._asdict().items() if name in made}
+            copy_all(list(kept.values()), [made[name] for name in kept])
 
 
 def step_address(x: Tensor, first: int) -> StepAddress:

@@ -21,7 +21,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
 from sdm_compile.ops import write_read_cuda
-from sdm_compile.ops.write_read_bwd_cuda import backwards, call_of
+from sdm_compile.ops.write_read_bwd_cuda import call_of
 from sdm_compile.ops.write_read_cuda import Saving
 from tests import loops
 
@@ -93,7 +93,7 @@ def test_writers_and_slabs_store_the_same_bits(case: Case) -> None:
 
 @in_the_interpreter
 def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one group keeps of a step is no contiguous part of all: it is copied, where a whole batch works in place."""
+    """What one group keeps of a step is no contiguous part of all."""
     case = replace(REUSE, tokens=21)
     memory, *inputs = case.make(torch.float32)
     final = memory.clone()
@@ -109,19 +109,6 @@ def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
     whole = everything()
     monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)  # a stream at a time
     assert_same_bits(everything(), whole)
-
-
-@pytest.mark.parametrize(
-    ("slabs", "expected"),
-    [
-        ([(0, 8), (8, 8)], [(14, 2), (12, 2), (8, 4), (0, 8)]),
-        ([(0, 4)], [(3, 1), (2, 1), (0, 2)]),
-        ([(0, 8), (8, 4), (12, 1)], [(12, 1), (8, 4), (0, 8)]),
-        ([(0, 2), (2, 2)], [(2, 2), (0, 2)]),
-    ],
-)
-def test_a_backward_begins_with_short_slabs(slabs: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
-    assert backwards(slabs) == expected
 
 
 @pytest.mark.parametrize(
