@@ -200,6 +200,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected int64 [B, T]")
+
+
 def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         raise TypeError(f"{name} is a {type(value).__name__}; expected an {expected.__name__}")
@@ -257,9 +262,10 @@ class LanguageModel(nn.Module):
             logits: [B, T, 256], the parameters' dtype.
             state: a new one, or the same object where it was advanced in place.
         Raises:
-            ValueError: the state is not of this model, this batch or one pool. IndexError: an entry at or above the
-            capacity (CPU).
+            ValueError: tokens are no [B, T] ints, or the state is not of this model, this batch or one pool.
+            TypeError: the state is no LMState. IndexError: an entry at or above the capacity (CPU).
         """
+        _check_tokens(tokens)
         if state is not None:
             self._check_state(state, tokens.shape[0])
         places = None if state is None else _places(state)
@@ -292,6 +298,7 @@ class LanguageModel(nn.Module):
             logits: [B, T, 256], those of decoding token by token up to rounding. They have no derivative.
             pending: what `commit_` takes.
         """
+        _check_tokens(tokens)
         self._check_state(state, tokens.shape[0])
         places = _places(state)
         x = self.embedding(tokens)

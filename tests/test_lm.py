@@ -668,3 +668,16 @@ def test_a_refused_state_is_left_as_it_was() -> None:
         with pytest.raises(ValueError, match="bank has shape"):
             model(torch.zeros(2, 5, dtype=torch.int64), bad)
     assert torch.equal(state.memories[0].bank, before)
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(3, dtype=torch.int64), torch.zeros(1, 3)])
+@torch.no_grad()
+def test_tokens_and_states_of_another_kind(model: LanguageModel, tokens: torch.Tensor) -> None:
+    state = model.init_state(1)
+    for call in (model, model.draft):
+        with pytest.raises(ValueError, match=r"tokens has shape .*; expected int64 \[B, T\]"):
+            call(tokens, state)
+        with pytest.raises(TypeError, match="state is a dict; expected an LMState"):
+            call(torch.zeros(1, 3, dtype=torch.int64), {"state": state})
+    with pytest.raises(TypeError, match="pending is a int; expected an LMPending"):
+        model.commit_(state, 1, torch.ones(1, dtype=torch.int64))  # type: ignore[arg-type]

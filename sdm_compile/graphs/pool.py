@@ -66,9 +66,8 @@ class StatePool(Generic[State]):
         With grad mode off alone: a call with it on leaves its state as it was, and would return a copy of the pool.
 
         Args:
-            entries: [B]. Ints are checked, and copied to the device, which waits for it; negative ones are padding. An
-                int64 tensor on the state's device is taken as it is: nothing looks at its values, and it may be
-                changed in place between calls or replays.
+            entries: [B], see `entries`; or an int64 tensor on the state's device, which is taken as it is: nothing
+                looks at its values, and it may be changed in place between calls or replays.
         Raises:
             RuntimeError: grad mode is on. ValueError: an int that is not in use, or twice the same. TypeError: the
             state holds a tensor that is not part of an SDMState, LMState or other object with `at(entries)`.
@@ -78,21 +77,30 @@ class StatePool(Generic[State]):
                 "pool.at() was called with grad mode on, in which a call leaves the pool as it is: serve under "
                 "torch.no_grad() or torch.inference_mode(); for gradients, use pool.state.at(entries)"
             )
-        if not isinstance(entries, Tensor | Sequence):
-            raise TypeError(f"entries is {entries!r}; expected one for each row of the batch, such as [0]")
-        if not isinstance(entries, Tensor):
-            real = [entry for entry in entries if not (isinstance(entry, int) and entry < 0)]
-            self._check_held(*real)
-            if len(set(real)) < len(real):
-                raise ValueError(f"entries are {list(entries)}; two rows of a batch cannot use the same one")
-            entries = torch.tensor(entries, dtype=torch.int64, device=self._leaves[0].device)
+        chosen = entries if isinstance(entries, Tensor) else self.entries(entries)
 
         def choose(part: Any) -> Any:
             if not chooses(part):
                 raise TypeError(f"the state holds a {type(part).__name__} outside any object with `at(entries)`")
-            return part.at(entries)
+            return part.at(chosen)
 
         return pytree.tree_map(choose, self.state, is_leaf=chooses)
+
+    def entries(self, entries: Sequence[int]) -> Tensor:
+        """These entries [B], checked, as a DecodeGraph of the pool's state takes them: int64 on the state's device.
+
+        Args:
+            entries: in use, none twice; negative ones are padding. They are copied to the device, which waits for it.
+        Raises:
+            ValueError: one that is not in use, or twice the same. TypeError: no sequence.
+        """
+        if not isinstance(entries, Sequence):
+            raise TypeError(f"entries is {entries!r}; expected one for each row of the batch, such as [0]")
+        real = [entry for entry in entries if not (isinstance(entry, int) and entry < 0)]
+        self._check_held(*real)
+        if len(set(real)) < len(real):
+            raise ValueError(f"entries are {list(entries)}; two rows of a batch cannot use the same one")
+        return torch.tensor(entries, dtype=torch.int64, device=self._leaves[0].device)
 
     def acquire(self) -> int:
         """Takes the first free entry, and gives it the initial rows.

@@ -279,3 +279,15 @@ def test_the_pool_keeps_its_own_initial_rows_outside_the_graph() -> None:
         assert pool.acquire() == 1
     assert_same_bits(part(pool.state, 1, 3), [layer.memory])
     assert (pool.state.bank.unflatten(0, (3, -1))[[0, 2]] == 9).all()
+
+
+def test_entries_for_a_decode_graph_are_checked() -> None:
+    pool = numbered_pool()
+    first, second = pool.acquire(), pool.acquire()
+    assert torch.equal(pool.entries([second, -1, first]), torch.tensor([second, -1, first]))
+    with pytest.raises(ValueError, match="two rows of a batch"):
+        pool.entries([first, first])
+    with pytest.raises(ValueError, match="entry 4 is not in use"):
+        pool.entries([first, 4])
+    with pytest.raises(TypeError, match=r"entries is 0; expected one for each row of the batch, such as \[0\]"):
+        pool.entries(0)  # type: ignore[arg-type]
