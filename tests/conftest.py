@@ -3,6 +3,7 @@ test."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ import torch._inductor.config
 # Inductor's cache does not know what a fake kernel returns, so that it would serve stale code after a change to one.
 torch._inductor.config.fx_graph_cache = False
 torch._functorch.config.enable_autograd_cache = False
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as there are cores
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ PYTHON = blocks("python")
 COMMANDS = {line for _, code in blocks("bash") for line in code.splitlines()}
 
 # The commands that `.ci/run` runs as they stand.
-RUN_BY_CI = {'pip install -e ".[test]"', "python -m pytest", "python -m sdm_compile"}
+RUN_BY_CI = {'pip install -e ".[test]"', "python -m pytest -n auto", "python -m sdm_compile"}
 
 # The commands that run here, in this order, each with what makes it small enough for a test. Without arguments the main
 # job is `train` with its defaults, so that `train` stands among what is added to it.
