@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .lm import LanguageModel, LMConfig
-from .machine import pick_device
 from .training import TrainConfig, load_model
 
 CHECKPOINT = "checkpoint.safetensors"  # its name in a run's folder
@@ -107,11 +106,10 @@ def load_language_model(path: str | Path, device: torch.device | str | None = No
         path: the file, or the folder of the run.
         device: where the model is to be; None: the CPU.
     Raises:
-        FileNotFoundError, ValueError: see `pick_device`, `Checkpoint.load` and `load_model`.
+        FileNotFoundError, ValueError: see `Checkpoint.load` and `load_model`.
     """
-    device = pick_device(None if device is None else str(device))
     checkpoint = Checkpoint.load(path)
-    with torch.inference_mode(False), device:
+    with torch.inference_mode(False), torch.device("cpu" if device is None else device):
         model = LanguageModel(checkpoint.model)
         load_model(model, checkpoint.tensors)
     return model.eval()
