@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
 from sdm_compile.ops.repeats import repeat_count
-from sdm_compile.ops.write_read_cuda import Saving
+from sdm_compile.ops.write_read_cuda import Saving, runs_by_step
 
 
 def _spoil(memory: Any, form: Any, name: str) -> None:
@@ -24,14 +24,15 @@ def _spoil(memory: Any, form: Any, name: str) -> None:
             x.view(torch.uint8).fill_(255)
 
 
-def _run(groups: Sequence[Sequence[StepLoop]]) -> None:
+def _run(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
     for loop in (loop for group in groups for loop in group):
-        memory, form = own_memory(loop, torch.device("cpu")), loop.memory_form()
+        memory, form = own_memory(loop, device), loop.memory_form()
         for x in filter(torch.is_tensor, tree_leaves(memory)):  # nothing relies on what it held
             x.view(torch.uint8).fill_(255)
         loop.stage(memory)
         loop.couple(memory, None)
-        _spoil(memory, form, "dots" if loop.concludes else "u")
+        if loop.concludes:
+            _spoil(memory, form, "dots")
         loop.steps(memory, None)
         if loop.concludes:
             _spoil(memory, form, "dB")
@@ -47,18 +48,18 @@ def forward(
     saving: Saving | None = None,
     *,
     slab: int,
-    by_token: bool = False,
+    by_step: bool | None = None,
 ) -> None:
-    """`write_read_cuda` in slabs of so many steps, a power of two, written by token or by group."""
+    """`write_read_cuda` in slabs of so many steps, a power of two; by_step: other than as it would choose to launch."""
     with (
         patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab),
-        patch.object(write_read_cuda, "writes_by_token", lambda *args: by_token),
+        patch.object(write_read_cuda, "runs_by_step", runs_by_step if by_step is None else lambda mode: by_step),
     ):
         loops = write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving, repeat_count(bank.device))
-        _run(list(loops))
+        _run(list(loops), bank.device)
 
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:
     """`backward_cuda` in slabs of so many steps, a power of two."""
     with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab):
-        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)))
+        _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)), call.bank.device)

@@ -1,20 +1,15 @@
 """Triton kernels of the decay-and-write. A row is decay * row, and then plus weight * delta for each write in order.
 
-    by group   one program updates G groups' rows, BD columns of each
-    by token   one program updates BD columns of all the rows that one token is the first to write: it loads its delta
-               once, and follows a link from each of its writes to the next one of the same slot
-
-Both give the same bits. And of the backward:
-
-    entry slots   one program gives the writes of G groups their slots
-    backward      one program makes the gradients of G groups' rows, BD columns of each, and the parts of their decays'
+decay-and-write   one program updates G groups' rows, BD columns of each
+entry slots       one program gives the writes of G groups their slots
+backward          one program makes the gradients of G groups' rows, BD columns of each, and the parts of their
+                  decays'
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import eviction_hint, launches_early
+from .launch import eviction_hint
 from .layout import StepGroups
 from .snapshot import COMPACT, NO_ROWS, SCALED_MODES, Announcement, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
@@ -151,71 +146,6 @@ def _decay_write_kernel(
 
 
 @triton.jit
-def _write_linked(row, entry, p_delta, p_write_w, p_link, o_d, m_d, D, W: tl.constexpr):
-    """The writes [N] that follow each row's first one, until no link is left; the pointers are those of the chunk."""
-    while tl.max(entry, axis=0) >= 0:
-        more = entry >= 0
-        weight = tl.load(p_write_w + entry, mask=more, other=0.0)
-        row = _write_more(row, more, weight, p_delta + (entry // W)[:, None] * D + o_d[None, :], m_d)
-        entry = tl.load(p_link + entry, mask=more, other=-1)
-    return row
-
-
-@triton.jit
-def _decay_write_by_token_kernel(
-    p_bank,
-    p_table,
-    p_delta,
-    p_k_idx,
-    p_write_w,
-    p_decay,
-    p_link,
-    num_slots,
-    D,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    BW: tl.constexpr,
-    BD: tl.constexpr,
-    TABLE: tl.constexpr,
-    EVICT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """TABLE: the bank's address stands in p_table. EARLY: the kernel is launched before the dual matmul has ended, and
-    waits for it only when it needs the delta. p_decay: of each write that is the first of its slot, and -1 for the
-    others. p_link: the slot's next write, or -1."""
-    if TABLE:
-        p_bank = from_table(p_bank, p_table, 0)
-    token = tl.program_id(1).to(tl.int64)
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
-    m_d = o_d < D
-    p_rows, m_rows, rows, decays, weights, links = (), (), (), (), (), ()
-    for n in tl.static_range(0, W, BW):
-        o_n = n + tl.arange(0, BW)
-        at = token * W + o_n
-        slot = tl.load(p_k_idx + at, mask=o_n < W, other=-1)
-        decay = tl.load(p_decay + at, mask=(slot >= 0) & (slot < num_slots), other=-1.0)
-        first = ~(decay < 0)  # NaN too
-        m_row = first[:, None] & m_d[None, :]
-        p_row = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
-        p_rows += (p_row,)
-        m_rows += (m_row,)
-        rows += (tl.load(p_row, mask=m_row, other=0.0, eviction_policy=EVICT),)
-        decays += (decay,)
-        weights += (tl.load(p_write_w + at, mask=first, other=0.0),)
-        links += (tl.load(p_link + at, mask=first, other=-1),)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    delta = tl.load(p_delta + token * D + o_d, mask=m_d, other=0.0)
-    p_delta += token // C * C * D
-    p_write_w += token // C * (C * W)
-    p_link += token // C * (C * W)
-    for n in tl.static_range(len(rows)):
-        row = _write_delta(rows[n].to(tl.float32) * decays[n][:, None], weights[n], delta[None, :])
-        row = _write_linked(row, links[n], p_delta, p_write_w, p_link, o_d, m_d, D, W)
-        tl.store(p_rows[n], row.to(p_bank.dtype.element_ty), mask=m_rows[n], eviction_policy=EVICT)
-
-
-@triton.jit
 def _entry_slots_kernel(p_order, p_group_start, p_group_slot, p_slots, ENTRIES: tl.constexpr, G: tl.constexpr):
     """p_slots: by entry, the slot of its group; stays where there is none."""
     p = tl.program_id(1).to(tl.int64)
@@ -282,21 +212,6 @@ class DecayWriteConfig:
         return DecayWriteConfig(groups=1024 // columns, columns=columns, warps=1 if chunk <= 64 else 2)
 
 
-def writes_by_token(bank: Tensor, streams: int, chunk: int, writes: int) -> bool:
-    """Whether a step is written by token, by a kernel launched before the ones in front of it have ended (Hopper on).
-
-    Measured on an H200, us per step, by token against by group: 21.2 and 22.1 at 2 streams of 64 tokens, 64 writes and
-    1024 columns, 30.3 and 33.4 at 4 of 768, 11.8 and 13.1 at 4 of 256 in float32, 14.1 and 15.0 at 64 of 16 writes and
-    64 columns. But 87 and 82 at 8 streams of 1024 columns, and 646 and 497 at a chunk of 256, where chains are longer.
-    """
-    if not launches_early(bank) or chunk > 64 or writes > 64:
-        return False
-    config = DecayWriteConfig.from_shapes(chunk, bank.shape[1])
-    programs = triton.cdiv(bank.shape[1], config.columns) * triton.cdiv(chunk * writes, config.groups) * streams
-    wave = torch.cuda.get_device_properties(bank.device).multi_processor_count * 64  # warps
-    return programs * config.warps <= 2 * wave
-
-
 def decay_write_call(
     bank: Tensor,
     table: Tensor | None,
@@ -345,40 +260,6 @@ def decay_write_call(
 def announce(saving: StepRows | None, keeps_rows: bool) -> Announcement:
     """What the write stage of a call says of itself, if it was given `saving`: see `agreed_writer`."""
     return Announcement(COMPACT if keeps_rows else NO_ROWS, saving is not None)
-
-
-class Links(NamedTuple):
-    """One step's writes, as the kernel by token takes them."""
-
-    k_idx: Tensor  # [P, C, W]
-    write_w: Tensor  # [P, C, W]
-    decay: Tensor  # [P, E] exp(Lt) of the slot at its first write, -1 at the others
-    link: Tensor  # [P, E] int32 the slot's next entry, or -1
-
-
-def decay_write_by_token_call(
-    bank: Tensor, table: Tensor | None, delta: Tensor, links: Links, early: bool
-) -> KernelCall:
-    """As `decay_write_call`, from contiguous links. `early`: see the kernel."""
-    streams, chunk, writes = links.k_idx.shape
-    num_slots, width = bank.shape
-    # One warp holds [32, columns] of as many rows as a token writes in its registers.
-    columns = min(64 if writes * bank.element_size() <= 128 else 32, triton.next_power_of_2(width))
-    options = dict(
-        C=chunk,
-        W=writes,
-        BW=min(32, triton.next_power_of_2(writes)),
-        BD=columns,
-        TABLE=table is not None,
-        EVICT=eviction_hint(bank, streams * chunk * writes * 2),
-        EARLY=early,
-        num_warps=1,
-        enable_fp_fusion=False,
-        launch_pdl=early,
-    )
-    tensors = (bank, bank if table is None else table, delta, *links)
-    grid = (triton.cdiv(width, columns), streams * chunk)
-    return KernelCall(_decay_write_by_token_kernel, grid, (*tensors, num_slots, width), options)
 
 
 def entry_slots_call(groups: StepGroups, slots: Tensor) -> KernelCall:

@@ -197,7 +197,7 @@ class DualMatmulConfig:
             rows=block,
             columns=min(64 if many else 32, max(16, triton.next_power_of_2(head_dim))),
             inner=block,
-            precision=_matmul_precision(dtype),
+            precision=matmul_precision(dtype),
         )
 
 
@@ -215,7 +215,7 @@ class OuterProductConfig:
             rows=min(64, block),
             columns=min(32, block),
             inner=min(64, max(16, triton.next_power_of_2(head_dim))),
-            precision=_matmul_precision(dtype),
+            precision=matmul_precision(dtype),
         )
 
 
@@ -228,7 +228,7 @@ class ValuesBackwardConfig:
         return ValuesBackwardConfig(columns=min(1024, max(1, triton.next_power_of_2(head_dim))))
 
 
-def _matmul_precision(dtype: torch.dtype) -> str:
+def matmul_precision(dtype: torch.dtype) -> str:
     """Of a float32 matmul around a bank of `dtype`."""
     exact = dtype != torch.bfloat16 and torch.get_float32_matmul_precision() == "highest"
     return "ieee" if exact else "tf32"

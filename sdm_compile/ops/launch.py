@@ -1,7 +1,8 @@
 """How step loops reach the device: captured once per signature and replayed for every eager call.
 
 A captured loop takes the addresses that differ between calls, the bank's above all, from a small table on the device,
-which a kernel writes just before the replay. Loops are kept per device and stream; all loops of a stream share two
+which a kernel writes just before the replay. A loop whose steps are a single launch has no table: only what stands
+between its inputs and its steps is captured. Loops are kept per device and stream; all loops of a stream share two
 working memories, which they take in turn, and two streams never share one. SPEC section 5.
 
 What comes before and after a loop's steps (staging, Phase 1, the solve; the readings) does not touch the bank, so it
@@ -51,7 +52,7 @@ class StepLoop(Protocol):
         """How many steps it has."""
 
     def addresses(self) -> Sequence[StepAddress]:
-        """What stands in its table, at most `ADDRESSES`."""
+        """What stands in its table, at most `ADDRESSES`; nothing if its steps are launched as they are."""
 
     def memory_form(self) -> Any:
         """The working memory: a nest of meta tensors."""
@@ -143,17 +144,17 @@ class _Captured:
 
     memory: Any  # None once it is retired: memory is reused in the order of its stream, and may go before the graphs
     own: Sequence[Tensor]  # the memory as a whole, and the table
-    table: Tensor  # [steps, ADDRESSES] int64 on the device
+    table: Tensor | None  # [steps, ADDRESSES] int64 on the device
     couple_graph: torch.cuda.CUDAGraph
     conclude_graph: torch.cuda.CUDAGraph | None
-    steps_graph: torch.cuda.CUDAGraph
+    steps_graph: torch.cuda.CUDAGraph | None  # None, like the table, if the steps are launched as they are
     done: torch.cuda.Event  # after the latest call of its device and stream
     used: int = 0  # the number of the latest call that used it
 
 
 @dataclass
 class _Replays:
-    """The graphs of a loop, whatever the launches around them are."""
+    """The graphs of a loop, whatever its launches beside them are."""
 
     captured: _Captured
 
@@ -161,7 +162,14 @@ class _Replays:
         self.captured.couple_graph.replay()
 
     def steps(self) -> None:
-        self.captured.steps_graph.replay()
+        if self.captured.steps_graph is not None:
+            self.captured.steps_graph.replay()
+        else:
+            self.launch_steps()
+
+    def launch_steps(self) -> None:
+        """The steps of a loop that has no graph of them."""
+        raise NotImplementedError
 
     def conclude(self) -> None:
         if self.captured.conclude_graph is not None:
@@ -174,40 +182,47 @@ class _Built(_Replays):
 
     loop: StepLoop
     tensors: Sequence[Tensor] | None
-    launches: list[list[RecordedLaunch] | None]  # of `stage` and `read`, as far as it has come
+    launches: dict[str, list[RecordedLaunch] | None]  # of each part that is launched, as far as it has come
 
     def stage(self) -> None:
-        self._launch(self._stage)
+        self._launch("stage", self._stage)
+
+    def launch_steps(self) -> None:
+        self._launch("steps", lambda: self.loop.steps(self.captured.memory, None))
 
     def read(self) -> None:
-        self._launch(lambda: self.loop.read(self.captured.memory))
+        self._launch("read", lambda: self.loop.read(self.captured.memory))
 
     def _stage(self) -> None:
         self.loop.stage(self.captured.memory)
-        write_table(self.captured.table, self.loop.addresses())
+        if self.captured.table is not None:
+            write_table(self.captured.table, self.loop.addresses())
 
-    def _launch(self, work: Callable[[], None]) -> None:
+    def _launch(self, part: str, work: Callable[[], None]) -> None:
         if self.tensors is None:
             work()
         else:
-            self.launches.append(record(work, self.tensors, self.captured.own))
+            self.launches[part] = record(work, self.tensors, self.captured.own)
 
 
 @dataclass
 class _Recorded(_Replays):
     """Makes recorded launches, for tensors of other addresses."""
 
-    launches: Sequence[Sequence[RecordedLaunch]]  # of `stage` and `read`
+    launches: dict[str, list[RecordedLaunch]]  # of each part that is launched
     addresses: Sequence[int] = ()  # of the call's tensors
 
     def stage(self) -> None:
-        self._launch(self.launches[0])
+        self._launch("stage")
+
+    def launch_steps(self) -> None:
+        self._launch("steps")
 
     def read(self) -> None:
-        self._launch(self.launches[1])
+        self._launch("read")
 
-    def _launch(self, launches: Sequence[RecordedLaunch]) -> None:
-        for launch in launches:
+    def _launch(self, part: str) -> None:
+        for launch in self.launches[part]:
             launch.launch(self.addresses)
 
 
@@ -336,7 +351,7 @@ def _build(
             if size:
                 _forget([key for key in _captured if key[1:] == (k, *where)])
                 in_a_thread(torch.cuda.current_stream(device), partial(memory.become, size, device))
-        return [[_Built(captured(loop, k % 2), loop, tensors, []) for k, loop in enumerate(loops)] for loops in groups]
+        return [[_Built(captured(loop, k % 2), loop, tensors, {}) for k, loop in enumerate(loops)] for loops in groups]
 
 
 def _recorded(built: Sequence[Sequence[_Built]]) -> list[list[_Recorded]] | None:
@@ -345,7 +360,7 @@ def _recorded(built: Sequence[Sequence[_Built]]) -> list[list[_Recorded]] | None
     for group in built:
         runners.append([])
         for runner in group:
-            launches = [x for x in runner.launches if x is not None]
+            launches = {part: x for part, x in runner.launches.items() if x is not None}
             if len(launches) < len(runner.launches):
                 return None
             runners[-1].append(_Recorded(runner.captured, launches))
@@ -390,13 +405,16 @@ def _run_overlapped(runners: Sequence[_Runner], streams: _Streams) -> None:
 def _capture(loop: StepLoop, shared: Memory, done: torch.cuda.Event, device: torch.device) -> _Captured:
     memory = shared.of(loop.memory_form())
     loop.clear(memory)
-    stream = torch.cuda.current_stream(device)
-    table = in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
-    write_table(table, loop.addresses())
+    addresses, table = loop.addresses(), None
+    if addresses:
+        stream = torch.cuda.current_stream(device)
+        table = in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
+        write_table(table, addresses)
     couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
-    steps = _captured_graph(device, lambda: loop.steps(memory, table))
+    steps = _captured_graph(device, lambda: loop.steps(memory, table)) if addresses else None
     conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
-    return _Captured(memory, (shared.bytes, table), table, couple, conclude, steps, done)
+    own = (shared.bytes,) if table is None else (shared.bytes, table)
+    return _Captured(memory, own, table, couple, conclude, steps, done)
 
 
 def _captured_graph(device: torch.device, launch: Callable[[], None], priority: int = 0) -> torch.cuda.CUDAGraph:

@@ -23,10 +23,25 @@ from .step_table import from_table
 
 
 @triton.jit
+def _entries(p_idx, p_weight, o_n, N: tl.constexpr):
+    """The slots and weights of a token's entries o_n."""
+    m_n = o_n < N
+    return tl.load(p_idx + o_n, mask=m_n, other=-1), tl.load(p_weight + o_n, mask=m_n, other=0.0)
+
+
+@triton.jit
+def _rows(p_bank, slot, m_n, o_d, m_d, D, EVICT: tl.constexpr):
+    """Columns o_d of the bank's rows `slot` [N], zero where not m_n: [N, BD], as the bank has them."""
+    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
+    return tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
 def _row_sum(
     p_bank,
     p_idx,
     p_weight,
+    entries,
     o_d,
     m_d,
     num_slots,
@@ -38,22 +53,27 @@ def _row_sum(
     p_ordinal=None,
     p_snapshot=None,
 ):
-    """sum over N rows of weight times bank[idx], BN rows at a time. p_ordinal: of the rows to be saved, -1 elsewhere,
-    into the chunk's rows at p_snapshot; None for none."""
+    """sum over N rows of weight times bank[idx], BN rows at a time, of which `entries` are the first ones' entries.
+
+    p_ordinal: of the rows to be saved, -1 elsewhere, into the chunk's rows at p_snapshot; None for none.
+    """
     total = tl.zeros([BD], tl.float32)
+    idx, weight = entries
     for n in tl.static_range(0, N, BN):
         o_n = n + tl.arange(0, BN)
-        m_n = o_n < N
-        idx = tl.load(p_idx + o_n, mask=m_n, other=-1)
-        m_n &= (idx >= 0) & (idx < num_slots)
-        weight = tl.load(p_weight + o_n, mask=m_n, other=0.0)
-        at = idx.to(tl.int64)[:, None] * D + o_d[None, :]
-        rows = tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0, eviction_policy=EVICT)
+        m_n = (idx >= 0) & (idx < num_slots)
+        rows = _rows(p_bank, idx, m_n, o_d, m_d, D, EVICT)
+        weight = tl.where(m_n, weight, 0.0)
         if p_ordinal is not None:
-            ordinal = tl.load(p_ordinal + o_n, mask=m_n, other=-1)
+            ordinal = tl.load(p_ordinal + o_n, mask=o_n < N, other=-1)
+            keep = m_n & (ordinal >= 0)
             at = ordinal.to(tl.int64)[:, None] * D + o_d[None, :]
-            tl.store(p_snapshot + at, rows, mask=(ordinal >= 0)[:, None] & m_d[None, :])
+            tl.store(p_snapshot + at, rows, mask=keep[:, None] & m_d[None, :], eviction_policy="evict_first")
+        if n + BN < N:  # while the rows come
+            idx, following = _entries(p_idx, p_weight, o_n + BN, N)
         total += tl.sum(rows.to(tl.float32) * weight[:, None], axis=0)
+        if n + BN < N:
+            weight = following
     return total
 
 
@@ -69,8 +89,6 @@ def _token_gather_kernel(
     p_beta,
     p_retrieved,
     p_inter,
-    p_ordinal,
-    p_snapshot,
     p_kept,
     num_slots,
     D,
@@ -82,17 +100,13 @@ def _token_gather_kernel(
     BD: tl.constexpr,
     TABLE: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    SAVE: tl.constexpr,
     KEEP: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """TABLE: the addresses of the bank, the snapshot and p_kept stand in p_table. RESIDUAL: store u = beta (v -
-    retrieved) instead of retrieved. SAVE: store the raw rows that p_ordinal numbers within the chunk. KEEP: store
-    retrieved into p_kept too."""
+    """TABLE: the addresses of the bank and p_kept stand in p_table. RESIDUAL: store u = beta (v - retrieved) instead of
+    retrieved. KEEP: store retrieved into p_kept too."""
     if TABLE:
         p_bank = from_table(p_bank, p_table, 0)
-        if SAVE:
-            p_snapshot = from_table(p_snapshot, p_table, 1)
         if KEEP:
             p_kept = from_table(p_kept, p_table, 3)
     token = tl.program_id(1).to(tl.int64)
@@ -100,15 +114,12 @@ def _token_gather_kernel(
     m_d = o_d < D
     # The rows to be written come last, so that the write finds them in the cache.
     p_idx, p_weight = p_q_idx + token * R, p_q_w + token * R
-    inter = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, R, BR, BD, EVICT)
+    entries = _entries(p_idx, p_weight, tl.arange(0, BR), R)
+    inter = _row_sum(p_bank, p_idx, p_weight, entries, o_d, m_d, num_slots, D, R, BR, BD, EVICT)
     tl.store(p_inter + token * D + o_d, inter, mask=m_d)
     p_idx, p_weight = p_k_idx + token * W, p_k_eff + token * W
-    if SAVE:
-        p_snapshot += token // C * (C * W) * D
-        p_ordinal += token * W
-        retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "", p_ordinal, p_snapshot)
-    else:
-        retrieved = _row_sum(p_bank, p_idx, p_weight, o_d, m_d, num_slots, D, W, BW, BD, "")
+    entries = _entries(p_idx, p_weight, tl.arange(0, BW), W)
+    retrieved = _row_sum(p_bank, p_idx, p_weight, entries, o_d, m_d, num_slots, D, W, BW, BD, "")
     if KEEP:
         tl.store(p_kept + token * D + o_d, retrieved, mask=m_d)
     if RESIDUAL:
@@ -125,11 +136,11 @@ class TokenGatherConfig:
     warps: int
 
     @staticmethod
-    def from_shapes(writes: int, reads: int, head_dim: int) -> TokenGatherConfig:
-        # Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64 columns and 32 rows
-        # per load; 12.3 with 32 columns, 11.2 with 128, 15.4 with two warps, 27.1 with four.
+    def from_shapes(writes: int, reads: int, head_dim: int, itemsize: int) -> TokenGatherConfig:
+        # Pieces of 128 bytes. Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64
+        # columns and 32 rows per load; 12.3 with 32 columns, 11.2 with 128, 15.4 with two warps, 27.1 with four.
         return TokenGatherConfig(
-            columns=min(64, triton.next_power_of_2(head_dim)),
+            columns=min(128 // itemsize, triton.next_power_of_2(head_dim)),
             rows_w=min(32, triton.next_power_of_2(writes)),
             rows_r=min(32, triton.next_power_of_2(reads)),
             warps=1,
@@ -146,25 +157,21 @@ def token_gather_call(
     residual: tuple[Tensor, Tensor] | None,
     retrieved: Tensor,
     inter: Tensor,
-    saving: tuple[Tensor, Tensor] | None = None,
     kept: Tensor | None = None,
 ) -> KernelCall:
     """One step: fills retrieved and inter [P, C, D] from contiguous inputs.
 
     With `residual` = (v, beta) `retrieved` receives u = beta (v - retrieved), and `kept` [P, C, D] what was retrieved.
-    With `saving` = (ordinals [P, C, W] int32, snapshot [P * C * W, D] in the bank's dtype) row p * C * W + ordinal
-    receives the write's raw row; an ordinal is the group's at its slot's first write in the chunk, and -1 elsewhere.
-    With a `table` the kernel takes the addresses of the bank, the snapshot and `kept` from its entries 0, 1 and 3, and
-    from these tensors the dtypes and shapes alone.
+    With a `table` the kernel takes the addresses of the bank and `kept` from its entries 0 and 3, and from these
+    tensors the dtypes and shapes alone.
     """
     streams, chunk, writes = k_idx.shape
     reads, (num_slots, width) = q_idx.shape[2], bank.shape
-    config = TokenGatherConfig.from_shapes(writes, reads, width)
+    config = TokenGatherConfig.from_shapes(writes, reads, width, bank.element_size())
     v, beta = residual or (retrieved, retrieved)
-    ordinals, snapshot = saving or (k_idx, bank)
     tensors = (
         *(bank, bank if table is None else table, k_idx, k_eff, q_idx, q_w),
-        *(v, beta, retrieved, inter, ordinals, snapshot, retrieved if kept is None else kept),
+        *(v, beta, retrieved, inter, retrieved if kept is None else kept),
     )
     options = dict(
         C=chunk,
@@ -175,7 +182,6 @@ def token_gather_call(
         BD=config.columns,
         TABLE=table is not None,
         RESIDUAL=residual is not None,
-        SAVE=saving is not None,
         KEEP=kept is not None,
         EVICT=eviction_hint(bank, streams * chunk * (writes + reads)),
         num_warps=config.warps,

@@ -1,4 +1,4 @@
-"""The write/read on CUDA: slabs of steps, each staged and coupled at once, its steps run one after the other.
+"""The write/read on CUDA: slabs of steps, each staged and coupled at once, and its steps then run in order.
 
 A slab's working memory is bounded, so that beside what a saving call keeps, a longer sequence needs no more; a batch
 whose single step would exceed the bound runs in groups of streams. Neither changes a bit of the result.
@@ -16,20 +16,21 @@ from torch import Tensor
 
 from .bound import MAX_GRID, KernelCall, aligned, each_step, launches_are_watched
 from .copy_kernels import copy_all
-from .decay_write_kernels import Links, announce, decay_write_by_token_call, decay_write_call, writes_by_token
+from .decay_write_kernels import announce, decay_write_call
 from .dual_matmul_kernels import lower_matmul_call
 from .launch import Groups, replay, run_plainly
-from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged, num_steps
+from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
 from .situation import Situation, current_situation
-from .snapshot import NO_ROWS, SnapshotPlan, StepRows, agreed_writer
+from .snapshot import NO_ROWS, SCALED_MODES, SnapshotMismatchError, SnapshotPlan, StepRows, agreed_writer
 from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
+from .step_flow_kernels import FlowMemory, RawRows, empty_flow_memory, step_flow_call
 from .step_loop import run_in_order
 from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
-from .working_memory import in_turn, memory_bytes
+from .working_memory import memory_bytes
 from .write_read_bwd import Saved
 
 SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
@@ -87,24 +88,30 @@ class Shape:
 
 @dataclass(frozen=True)
 class ForwardShape(Shape):
-    by_token: bool = False  # which of the decay-and-write's kernels it takes
+    by_step: bool = False  # a launch for each step's stages, not one for all steps
     mode: str | None = None  # the form of the snapshot's rows; None: saves nothing
     writer: str | None = None  # the stage that stores them
 
 
+class StepMemory(NamedTuple):
+    """What launches for each step leave for later ones."""
+
+    u: Tensor  # [steps, P, C, D] float32
+    inter: Tensor  # [steps, P, C, D] float32
+    delta: Tensor  # [P, C, D] float32
+
+
 class Slab(NamedTuple):
-    """Working memory of some steps: the chunks' fields, and u, inter and delta."""
+    """Working memory of some steps."""
 
     staged: Staged
     silent: Tensor  # [steps, P, C] int8
     fields: ChunkFields
     scratch: Phase1Scratch
-    ordinals: Tensor | None  # [steps, P, C, W] int32, see `token_gather_call`
+    ordinals: Tensor | None  # [steps, P, C, W] int32, see `launch_phase1`
     X: Tensor  # [steps, P, C, C]
     QX: Tensor
-    u: Tensor  # [steps, P, C, D] float32
-    inter: Tensor
-    delta: Tensor  # [P, C, D] float32
+    stepping: FlowMemory | StepMemory
 
 
 @lru_cache(maxsize=MAX_FORMS)
@@ -112,30 +119,22 @@ def _slab_form(shape: ForwardShape) -> Slab:
     like = torch.empty(0, dtype=shape.dtype, device="meta")
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
-    fields = empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32)
-    scratch = empty_phase1_scratch(shape.steps * shape.streams, shape.chunk * shape.writes, like)
-    # By group, the write reads the groups too; `lead_value` and `lead_index` are for the write by token.
-    left = ("QK", *(WriteGroups._fields if shape.by_token else ()))
-    # What `couple` is the last to read, and then what the steps make.
-    coupling, values = in_turn(
-        dict(
-            fields={name: getattr(fields, name) for name in left},
-            scratch={name: x for name, x in scratch._asdict().items() if name not in ("lead_value", "lead_index")},
-        ),
-        {name: make((*lead, shape.head_dim), dtype=torch.float32) for name in ("u", "inter")},
-    )
+    values = (*lead[1:], shape.head_dim)
     return Slab(
         staged=empty_staged(
             lead, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
         ),
         silent=make(lead, dtype=torch.int8),
-        fields=fields._replace(**coupling["fields"]),
-        scratch=scratch._replace(**coupling["scratch"]),
-        ordinals=make((*lead, shape.writes), dtype=torch.int32) if shape.writer == "gather" else None,
+        fields=empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32),
+        scratch=empty_phase1_scratch(shape.steps * shape.streams, shape.chunk * shape.writes, like),
+        ordinals=make((*lead, shape.writes), dtype=torch.int32) if shape.mode and not shape.by_step else None,
         X=make((*lead, shape.chunk), dtype=torch.float32),
         QX=make((*lead, shape.chunk), dtype=torch.float32),
-        **values,
-        delta=make((*lead[1:], shape.head_dim), dtype=torch.float32),
+        stepping=StepMemory(
+            *(make(x, dtype=torch.float32) for x in ((shape.steps, *values), (shape.steps, *values), values))
+        )
+        if shape.by_step
+        else empty_flow_memory(*lead, shape.head_dim, like),
     )
 
 
@@ -157,6 +156,12 @@ class Saving(NamedTuple):
             return None
         return StepRows(self.saved.snapshot[step], self.saved.scales[step], self.mode)
 
+    def raw_rows(self, writer: str, ordinals: Tensor, step: int) -> RawRows:
+        """What one launch for all steps from this one on is given, for that stage to store raw rows in."""
+        retrieved = self.saved.retrieved
+        all_streams = retrieved.stride(0) // retrieved.stride(1)
+        return RawRows(writer, ordinals, self.saved.snapshot[step], retrieved[step], all_streams)
+
 
 class _SlabStages:
     """The stages of a slab's steps as launches. With a table the addresses of what is the call's come from there.
@@ -165,16 +170,9 @@ class _SlabStages:
     """
 
     def __init__(
-        self,
-        bank: Tensor,
-        table: Tensor | None,
-        slab: Slab,
-        shape: ForwardShape,
-        saving: Saving | None = None,
-        first: int = 0,
+        self, bank: Tensor, table: Tensor | None, slab: Slab, shape: ForwardShape, saving: Saving | None, first: int
     ) -> None:
-        staged, fields = slab.staged, slab.fields
-        early = shape.by_token and bank.is_cuda  # Triton's interpreter knows no early launch
+        staged, fields, (us, inters, delta) = slab.staged, slab.fields, slab.stepping[:3]
         by_step = (shape.steps, shape.streams, shape.chunk * shape.writes)
         leads = [x.view(by_step) for x in (slab.scratch.lead_value, slab.scratch.lead_index)]
 
@@ -184,23 +182,16 @@ class _SlabStages:
         def gather(step: int) -> KernelCall:
             rows = (staged.k_idx[step], fields.k_eff[step], staged.q_idx[step], fields.q_w[step])
             residual = (staged.v[step], staged.beta[step])
-            stash, kept = None, None
-            if saving is not None:
-                kept = saving.saved.retrieved[first + step]
-                if slab.ordinals is not None:
-                    stash = (slab.ordinals[step], saving.saved.snapshot[first + step])
-            return token_gather_call(bank, entry(step), *rows, residual, slab.u[step], slab.inter[step], stash, kept)
+            kept = None if saving is None else saving.saved.retrieved[first + step]
+            return token_gather_call(bank, entry(step), *rows, residual, us[step], inters[step], kept)
 
         def dual_matmul(step: int) -> KernelCall:
-            return lower_matmul_call(slab.X[step], slab.u[step], slab.delta, bank.dtype, early=early)
+            return lower_matmul_call(slab.X[step], us[step], delta, bank.dtype)
 
         def write(step: int) -> KernelCall:
-            if shape.by_token:
-                links = Links(staged.k_idx[step], fields.write_w[step], leads[0][step], leads[1][step])
-                return decay_write_by_token_call(bank, entry(step), slab.delta, links, early)
             groups = StepGroups(*(getattr(fields, name)[step] for name in StepGroups._fields))
             rows = None if saving is None else saving.rows_of_write(first + step)
-            return decay_write_call(bank, entry(step), slab.delta, groups, [x[step] for x in leads], rows)
+            return decay_write_call(bank, entry(step), delta, groups, [x[step] for x in leads], rows)
 
         self.gather, self.dual_matmul, self.write = (
             each_step(call, shape.steps) for call in (gather, dual_matmul, write)
@@ -228,6 +219,8 @@ class _SlabLoop:
         return self.signature.steps
 
     def addresses(self) -> list[StepAddress]:
+        if not self.signature.by_step:
+            return []
         if self.saving is None:
             return [StepAddress(self.bank)]
         saved = self.saving.saved
@@ -252,12 +245,24 @@ class _SlabLoop:
     def couple(self, slab: Slab, table: Tensor | None) -> None:
         staged, fields = slab.staged, slab.fields
         inputs = (staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val)
-        launch_phase1(*inputs, fields, slab.scratch, self.signature.by_token, slab.ordinals)
+        launch_phase1(*inputs, fields, slab.scratch, not self.signature.by_step, slab.ordinals)
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
+        if isinstance(slab.stepping, FlowMemory):
+            slab.stepping.counters.zero_()
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
-        stages = _SlabStages(self.bank, table, slab, self.signature, self.saving, self.first)
-        run_in_order(stages, self.signature.steps)
+        shape, saving = self.signature, self.saving
+        if not isinstance(slab.stepping, FlowMemory):
+            run_in_order(_SlabStages(self.bank, table, slab, shape, saving, self.first), shape.steps)
+            return
+        rows = None
+        if saving is not None and shape.writer is not None and slab.ordinals is not None:
+            rows = saving.raw_rows(shape.writer, slab.ordinals, self.first)
+        leads = (slab.scratch.lead_value, slab.scratch.lead_index)
+        matrices, first_token = (slab.X, slab.QX), self.first * shape.chunk
+        step_flow_call(
+            self.bank, slab.staged, slab.fields, leads, *matrices, slab.stepping, self.readings, first_token, rows
+        ).launch()
 
     concludes = False
 
@@ -265,14 +270,15 @@ class _SlabLoop:
         """Nothing."""
 
     def read(self, slab: Slab) -> None:
-        lower_matmul_call(
-            slab.QX.flatten(0, 1),
-            slab.u.flatten(0, 1),
-            self.readings,
-            self.bank.dtype,
-            plus=slab.inter.flatten(0, 1),
-            unstage=(self.first * self.signature.chunk, self.signature.streams),
-        ).launch()
+        if isinstance(slab.stepping, StepMemory):
+            lower_matmul_call(
+                slab.QX.flatten(0, 1),
+                slab.stepping.u.flatten(0, 1),
+                self.readings,
+                self.bank.dtype,
+                plus=slab.stepping.inter.flatten(0, 1),
+                unstage=(self.first * self.signature.chunk, self.signature.streams),
+            ).launch()
         if self.saving is not None:
             made = {**slab.fields._asdict(), "X": slab.X, "QX": slab.QX}
             steps = slice(self.first, self.first + self.length)
@@ -295,7 +301,7 @@ def write_read_cuda(
 ) -> str:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous.
 
-    saving: what to keep for a backward, all contiguous. Returns the route: which kernel writes the bank's rows.
+    saving: what to keep for a backward, all contiguous. Returns the route: how the steps are launched.
     """
     tensors, addressed, kind = [bank, *inputs, readings], [bank], None
     repeats = repeat_count(bank.device) if count_repeats else None
@@ -311,7 +317,7 @@ def write_read_cuda(
         lambda: list(call_loops(bank, inputs, chunk_size, readings, saving, repeats)),
         addressed,
     )
-    return "triton by token" if isinstance(first, ForwardShape) and first.by_token else "triton by group"
+    return "triton by step" if isinstance(first, ForwardShape) and first.by_step else "triton in one launch"
 
 
 def run_loops(
@@ -328,6 +334,14 @@ def run_loops(
     return groups[0][0].signature if groups else None
 
 
+def runs_by_step(mode: str | None) -> bool:
+    """Whether a forward that saves rows in this form, or none, takes launches for each step instead of one for all.
+
+    A row's scale needs the whole row, and the programs of one launch for all steps have columns of it.
+    """
+    return mode in SCALED_MODES
+
+
 def call_loops(
     bank: Tensor,
     inputs: Sequence[Tensor],
@@ -337,16 +351,17 @@ def call_loops(
     repeats: Tensor | None = None,
 ) -> Iterator[list[_SlabLoop]]:
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
-    shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)))
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
+    shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)), by_step=runs_by_step(mode), mode=mode)
     for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
         saved = None if saving is None else saving._replace(saved=of_streams(saving.saved, streams))
         rows = None if saved is None else saved.rows_of_write(0)
         writer = agreed_writer(declared, announce(rows, keeps_rows=saving is not None))
-        by_token = rows is None and writes_by_token(bank, count, chunk_size, shape.writes)
-        of_part = replace(shape, streams=count, by_token=by_token, mode=mode, writer=writer)
+        if shape.by_step and writer == "gather":
+            raise SnapshotMismatchError("launches for each step have the write store the rows, not the gather")
+        of_part = replace(shape, streams=count, writer=writer)
         yield [
             _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, repeats)
             for first, n in steps

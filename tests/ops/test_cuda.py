@@ -102,13 +102,13 @@ MANY_STEPS = Case("many steps", streams=4, tokens=1273, writes=40, reads=33, hea
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-def test_many_steps_in_any_slabs_written_either_way(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_in_any_slabs_launched_either_way(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     (memory, *inputs), settings = call(MANY_STEPS, dtype)
     with torch.no_grad():
         expected = sdm_write_read(memory, *inputs, **settings)
         assert_close([x.cpu() for x in expected], sdm_write_read(*exactly((memory, *inputs)), **settings))
-        for by_token in (False, True):
-            monkeypatch.setattr(write_read_cuda, "writes_by_token", lambda *_, chosen=by_token: chosen)
+        for by_step in (False, True):
+            monkeypatch.setattr(write_read_cuda, "runs_by_step", lambda *_, chosen=by_step: chosen)
             for slabs, steps in ((1, 64), (4, 64), (1, 4), (1, 1)):
                 monkeypatch.setattr(write_read_cuda, "SLABS", slabs)
                 monkeypatch.setattr(write_read_cuda, "SLAB_STEPS", steps)
@@ -116,7 +116,7 @@ def test_many_steps_in_any_slabs_written_either_way(dtype: torch.dtype, monkeypa
                 for _ in range(15):
                     assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
                 record = last_dispatch().forward
-                assert record is not None and record.route == f"triton by {'token' if by_token else 'group'}"
+                assert record is not None and record.route == "triton " + ("by step" if by_step else "in one launch")
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     got = sdm_write_read(memory, *inputs, **settings)

@@ -35,6 +35,7 @@ from sdm_compile.ops import (  # noqa: E402
     slot_sort_kernels,
     solve_kernels,
     staging_kernels,
+    step_flow_kernels,
     token_gather_kernels,
 )
 from sdm_compile.ops.snapshot import COMPACT, SNAPSHOT_MODES, SnapshotPlan  # noqa: E402
@@ -82,12 +83,12 @@ def test_stage(case: OpCase, sample: Sample) -> None:
     assert_close(tensors(ON_CUDA[case.op](*args)), case.expected(args))
 
 
-def write_read(case: Case, inputs: list[Tensor], steps: int, by_token: bool = False) -> tuple[Tensor, Tensor]:
+def write_read(case: Case, inputs: list[Tensor], steps: int, by_step: bool | None = None) -> tuple[Tensor, Tensor]:
     """What a call does on CUDA, in slabs of so many steps, one launch after the other."""
     memory, *inputs = inputs
     bank = memory.clone()
     readings = torch.full((case.streams, case.tokens, case.head_dim), float("nan"), dtype=bank.dtype)
-    loops.forward(bank, inputs, case.chunk_size, readings, slab=steps, by_token=by_token)
+    loops.forward(bank, inputs, case.chunk_size, readings, slab=steps, by_step=by_step)
     return readings, bank
 
 
@@ -99,9 +100,9 @@ def test_zeros_keep_their_signs_either_way() -> None:
     memory = torch.full_like(inputs.memory, -0.0)
     k_idx, k_val = torch.tensor([[[0, 1], [1, 2]]]), torch.tensor([[[0.0, 1.0], [1.0, 1.0]]])
     inputs = list(inputs._replace(memory=memory, k_idx=k_idx, k_val=k_val, v=-inputs.v.abs(), beta=inputs.beta.abs()))
-    by_group = write_read(case, inputs, steps=1)
-    assert by_group[1][0].signbit().all() and (by_group[1][0] == 0).all()
-    assert_same_bits(write_read(case, inputs, steps=1, by_token=True), by_group)
+    by_step = write_read(case, inputs, steps=1, by_step=True)
+    assert by_step[1][0].signbit().all() and (by_step[1][0] == 0).all()
+    assert_same_bits(write_read(case, inputs, steps=1), by_step)
 
 
 @in_the_interpreter
@@ -115,7 +116,7 @@ def test_call(case: Case) -> None:
     assert repeated_write_slots() == repeats
     assert_close(got, expected)
     assert_same_bits(write_read(case, inputs, steps=1), got)
-    assert_same_bits(write_read(case, inputs, steps=4, by_token=True), got)
+    assert_same_bits(write_read(case, inputs, steps=4, by_step=True), got)
 
 
 @in_the_interpreter
@@ -216,7 +217,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     modules = (
         *(staging_kernels, phase1_kernels, phase1_bwd_kernels, solve_kernels),
         *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels),
-        *(slot_groups_kernels, slot_sort_kernels),
+        *(slot_groups_kernels, slot_sort_kernels, step_flow_kernels),
     )
     for module in modules:
         for name, kernel in list(vars(module).items()):
@@ -225,8 +226,8 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
                 monkeypatch.setattr(module, name, Recorder(kernel, launches))
     case = replace(RAGGED, chunk_size=32, tokens=40, writes=20, write_gates=dtype == torch.float32)
     inputs = list(case.make(dtype))
-    for by_token in (False, True):
-        write_read(case, inputs, steps=1, by_token=by_token)
+    for by_step in (False, True):
+        write_read(case, inputs, steps=1, by_step=by_step)
     launch_saving_forwards(case, inputs)
     staging_kernels.launch_unstage_readings(torch.empty(2, 3, 4, 5), torch.empty(3, 7, 5))
     k_val, q_val, square = (torch.empty(1, 2, 32, width) for width in (20, 4, 32))
@@ -257,12 +258,9 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
         payload, scales = row_quant._snapshot_quantize_cuda(inputs[0], mode)
         row_quant._snapshot_dequantize_cuda(payload, scales, mode, case.head_dim, dtype)
     if capability >= 90:
-        X, u, table = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim), torch.empty(1, dtype=torch.int64)
-        weights, links = torch.empty(2, 32, 20), torch.empty(2, 640, dtype=torch.int32)
+        X, u = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim)
         dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, early=True).launch()
         dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, plus=u, early=True, upper=True, many=False).launch()
-        writes = decay_write_kernels.Links(links.view(2, 32, 20), weights, weights, links)
-        decay_write_kernels.decay_write_by_token_call(inputs[0], table, u, writes, early=True).launch()
     assert {kernel for kernel, _, _ in launches} == kernels
     for kernel, args, kwargs in launches:
         assert compile_launch(kernel, args, kwargs, capability).asm["cubin"]

@@ -173,9 +173,11 @@ def test_captured_and_replayed(case: Case, mode: str, graphs: list[FakeGraph]) -
         calls.append(on_cuda(case, mode, seed))
         kept.append(copies(calls[-1]))
         captured.append((len(graphs), captured_loops()))
-    # Two slabs of each direction, of two graphs forward and three backward. The first backward needs more memory than
-    # the forward before it, whose loops the second call then captures again; the third one replays all.
-    assert captured == [(10, 2), (14, 4), (14, 4)]
+    # Two slabs of each direction, of one graph forward, or two where each step is launched, and three backward. The
+    # first backward needs more memory than the forward before it, whose loops the second call then captures again; the
+    # third one replays all.
+    forward = 1 if mode == "none" else 2
+    assert captured == [(2 * (forward + 3), 2), (2 * (2 * forward + 3), 4), (2 * (2 * forward + 3), 4)]
     assert_same_bits([copies(call) for call in calls], kept)
     assert_same_bits(kept[2], kept[0])
     for seed in range(2):
@@ -196,8 +198,8 @@ def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None
 
     for seed in (0, 1, 2, 0):
         once_more(seed)
-    # Two slabs of each direction. Forward: the staging's two launches, the table, the readings, the copies.
-    assert made == [0, 0, 2 * (5 + 9), 2 * (5 + 9)]
+    # Two slabs of each direction. Forward: the staging's two launches, the steps, the copies.
+    assert made == [0, 0, 2 * (4 + 9), 2 * (4 + 9)]
     once_more(3, replace(case, tokens=14))
     once_more(4)
     assert made[4:] == [0, made[3]]

@@ -15,7 +15,16 @@ from torch import Tensor
 from sdm_compile.ops import decay_write
 from sdm_compile.ops.layout import StepGroups
 from sdm_compile.ops.phase1 import phase1
-from sdm_compile.ops.snapshot import SNAPSHOT_MODES, StepRows, empty_snapshot
+from sdm_compile.ops.snapshot import (
+    COMPACT,
+    SNAPSHOT_MODES,
+    SnapshotMismatchError,
+    SnapshotPlan,
+    StepRows,
+    empty_snapshot,
+)
+from sdm_compile.ops.write_read_ops import empty_saved
+from tests.cases import Case
 from tests.compiled import compile_call
 from tests.harness import Sample, assert_close, assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
@@ -23,7 +32,8 @@ from tests.samples import CASES
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops.decay_write_kernels import DecayWriteConfig, decay_write_call  # noqa: E402
-from sdm_compile.ops.token_gather_kernels import token_gather_call  # noqa: E402
+from sdm_compile.ops.write_read_cuda import Saving  # noqa: E402
+from tests import loops  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -146,53 +156,45 @@ def test_groups_beyond_the_bank_save_nothing(mode: str, device: str) -> None:
         assert_same_bits(got, expected)
 
 
-def first_ordinals(k_idx: Tensor, groups: StepGroups) -> Tensor:
-    """[P, C, W] int32: the group of each entry that is the first one of its group, -1 for the others."""
-    ordinals = torch.full_like(k_idx, -1)
-    for p, o in (groups.group_slot >= 0).nonzero().tolist():
-        ordinals[p].view(-1)[groups.order[p, groups.group_start[p, o]]] = o
-    return ordinals
-
-
 @every_device
 @every_dtype
 @pytest.mark.parametrize(("width", "chunk", "writes", "slots"), [(1, 1, 1, 1), (7, 6, 3, 5), (70, 5, 35, 40)])
-def test_the_gather_saves_what_the_write_saves(
+def test_every_stage_that_can_saves_the_same(
     width: int, chunk: int, writes: int, slots: int, dtype: torch.dtype, device: str
 ) -> None:
-    bank, k_idx, delta, groups = random_step(dtype, width, chunk, writes, slots)
-    bank[1] = torch.tensor(-1, dtype=torch.int32 if dtype == F32 else torch.int16).view(dtype)  # a NaN with a payload
-    expected, payload = (fenced(bank, groups, "none", where)[0] for where in ("cpu", device))
-    decay_write.decay_write_(bank.clone(), delta, *groups, middle(expected), torch.empty(0), "none")
-    ids, weights, ordinals = (x.to(device) for x in (k_idx, groups.write_w, first_ordinals(k_idx, groups)))
-    outs = [torch.empty(2, chunk, width, device=device) for _ in range(4)]
-    rows = (bank.to(device), None, ids, weights, ids, weights, None)
-    token_gather_call(*rows, *outs[:2], (ordinals, middle(payload))).launch()
-    token_gather_call(*rows, *outs[2:]).launch()
-    assert_same_bits(payload.view(torch.uint8).cpu(), expected.view(torch.uint8))
-    assert_same_bits(outs[:2], outs[2:])  # what is saved changes nothing
+    sizes = dict(streams=2, tokens=2 * chunk + 1, writes=writes, reads=2, slots=slots, chunk_size=chunk)
+    case = Case("saving", head_dim=width, **sizes)
+    memory, *inputs = (x.to(device) for x in case.make(dtype))
+    memory[1] = torch.tensor(-1, dtype=torch.int32 if dtype == F32 else torch.int16).view(dtype)  # a NaN with a payload
+    found = []
+    for writer, by_step in (("write", True), ("write", False), ("gather", False)):
+        bank, readings = memory.clone(), torch.empty_like(inputs[2])
+        saved = empty_saved(memory, inputs[0], inputs[5], chunk, "none").unflattened(3, 2, chunk, writes)
+        saved.snapshot.view(torch.uint8).fill_(85)
+        saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
+        loops.forward(bank, inputs, chunk, readings, saving, slab=1, by_step=by_step)
+        found.append([x.view(torch.uint8).cpu() for x in (saved.snapshot, saved.retrieved, bank, readings)])
+    assert (found[0][0] != 85).any()
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
 
 
-@every_device
-def test_the_gather_saves_no_row_beyond_the_bank(device: str) -> None:
-    bank, k_idx, _, groups = random_step(F32, 7)
-    payload, _ = fenced(bank, groups, "none", device)
-    untouched = payload.cpu().clone()
-    ids, weights, ordinals = (x.to(device) for x in (k_idx, groups.write_w, first_ordinals(k_idx, groups)))
-    outs = [torch.empty(2, 6, 7, device=device) for _ in range(2)]
-    none = bank[:0].to(device)
-    token_gather_call(none, None, ids, weights, ids, weights, None, *outs, (ordinals, middle(payload))).launch()
-    assert_same_bits(payload.cpu(), untouched)
+@in_the_interpreter
+def test_launches_for_each_step_have_no_gather_that_saves() -> None:
+    case = Case("saving", streams=1, tokens=2, writes=2, reads=1, head_dim=4, slots=5, chunk_size=2)
+    memory, *inputs = case.make(F32)
+    saved = empty_saved(memory, inputs[0], inputs[5], 2, "none").unflattened(1, 1, 2, 2)
+    saving = Saving(saved, "none", SnapshotPlan(COMPACT, "gather"))
+    with pytest.raises(SnapshotMismatchError, match="not the gather"):
+        loops.forward(memory.clone(), inputs, 2, torch.empty_like(inputs[2]), saving, slab=1, by_step=True)
 
 
 @without_the_interpreter
 @every_dtype
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_kernel_compiles(capability: int, dtype: torch.dtype) -> None:
-    bank, k_idx, delta, groups = random_step(dtype, 1024 if dtype == BF16 else 33)
+    bank, _, delta, groups = random_step(dtype, 1024 if dtype == BF16 else 33)
     for mode in SNAPSHOT_MODES:
         saving = StepRows(*(middle(x) for x in fenced(bank, groups, mode, "cpu")), mode)
         call = decay_write_call(bank, None, delta, groups, None, saving)
         assert compile_call(call, capability).asm["cubin"]
-    rows = (bank, None, k_idx, groups.write_w, k_idx, groups.write_w, None, delta, delta)
-    assert compile_call(token_gather_call(*rows, (k_idx, bank)), capability).asm["cubin"]

@@ -1,0 +1,469 @@
+"""All steps of a slab in one launch, whose programs wait for each other where a launch per stage would wait for all.
+
+A unit is some columns of one stream's chunk: no other stream and no other column has a bearing on it. So one unit's
+write runs beside another one's gather, and finds its rows in the L2 cache, where a whole step would not fit.
+
+| of a unit                | programs           | wait for                          | count      |
+| ------------------------ | ------------------ | --------------------------------- | ---------- |
+| gather of rows to read   | one per token      | written, of the step before       | multiplied |
+| gather of rows to write  | one per token      | written, of the step before       | gathered   |
+| delta = X u              | one per tile       | gathered                          | multiplied |
+| decay-and-write          | one per token      | multiplied                        | written    |
+| readings = QX u + inter  | one per tile       | multiplied                        | written    |
+
+A program's number is its place in an order in which each waits for earlier ones alone; and as programs start in the
+order of their numbers, none that waits keeps out one that it waits for. Every sum has a fixed order. SPEC section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .bound import KernelCall
+from .decay_write_kernels import _write_delta, _write_more
+from .dual_matmul_kernels import matmul_precision
+from .layout import ChunkFields, Staged
+from .snapshot_tiles import convert
+from .token_gather_kernels import TokenGatherConfig, _entries, _row_sum, _rows
+
+# A unit's counters: how many programs have gathered rows to write; have multiplied, or gathered rows to read; have
+# written, or made readings.
+GATHERED, MULTIPLIED, WRITTEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+COUNTERS = tl.constexpr(32)  # int32 that a unit has, so that it shares its cache line with no other
+
+
+@triton.jit
+def _wait(p_counter, count):
+    """Returns when so many programs have counted, and sees what they stored before."""
+    while tl.atomic_add(p_counter, 0, sem="acquire") < count:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _count(p_counter):
+    """Counts this program, for all that it has stored to be seen by those that wait."""
+    tl.debug_barrier()
+    tl.atomic_add(p_counter, 1, sem="release")
+
+
+@triton.jit
+def _multiply(
+    p_matrix,
+    p_u,
+    p_inter,
+    p_out,
+    p_awaited,
+    awaited,
+    p_counter,
+    first_row,
+    first_column,
+    D,
+    left,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    READINGS: tl.constexpr,
+):
+    """One tile of `p_matrix` u, of a unit's delta or, plus inter, of its readings. left: rows of p_out that there are.
+    All pointers are those of the chunk."""
+    o_m = first_row + tl.arange(0, BM)
+    o_n = first_column + tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    p_rows = p_matrix + o_m[:, None] * C
+    m_m, m_n = o_m < C, o_n < D
+    x = tl.load(p_rows + o_k[None, :], mask=m_m[:, None] & (o_k < C)[None, :], other=0.0)
+    _wait(p_awaited, awaited)
+    total = tl.zeros([BM, BN], tl.float32)
+    for _k in range(0, tl.minimum(C, first_row + BM), BK):
+        u = tl.load(p_u + o_k[:, None] * D + o_n[None, :], mask=(o_k < C)[:, None] & m_n[None, :], other=0.0)
+        now = x
+        o_k += BK
+        x = tl.load(p_rows + o_k[None, :], mask=m_m[:, None] & (o_k < C)[None, :], other=0.0)
+        total = tl.dot(now, u, total, input_precision=PRECISION)
+    at = o_m[:, None] * D + o_n[None, :]
+    if READINGS:
+        total += tl.load(p_inter + at, mask=m_m[:, None] & m_n[None, :], other=0.0)
+    tl.store(p_out + at, total.to(p_out.dtype.element_ty), mask=(m_m & (o_m < left))[:, None] & m_n[None, :])
+    _count(p_counter)
+
+
+@triton.jit
+def _links(p_k_idx, p_decay, p_write_w, p_link, o_w, num_slots, W: tl.constexpr):
+    """Of a token's writes o_w: their slots; whether each is its slot's first; decay and weight; the slot's next entry.
+    Without a slot they hold anything."""
+    m_w = o_w < W
+    slot = tl.load(p_k_idx + o_w, mask=m_w, other=-1)
+    decay = tl.load(p_decay + o_w, mask=m_w, other=-1.0)
+    weight = tl.load(p_write_w + o_w, mask=m_w, other=0.0)
+    link = tl.load(p_link + o_w, mask=m_w, other=-1)
+    first = (slot >= 0) & (slot < num_slots) & ~(decay < 0)  # NaN too
+    return slot, first, decay, weight, tl.where(first, link, -1)
+
+
+@triton.jit
+def _write(
+    p_bank,
+    p_k_idx,
+    p_decay,
+    p_write_w,
+    p_link,
+    p_delta,
+    p_ordinal,
+    p_snapshot,
+    p_counters,
+    multiplied,
+    token,
+    o_d,
+    m_d,
+    num_slots,
+    D,
+    W: tl.constexpr,
+    BX: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Writes the rows of which a token's writes are the first; all pointers but the bank's are those of the chunk."""
+    p_k_idx += token * W
+    p_decay += token * W
+    p_weights, p_links = p_write_w + token * W, p_link + token * W
+    o_w = tl.arange(0, BX)
+    slot, first, decay, weight, link = _links(p_k_idx, p_decay, p_weights, p_links, o_w, num_slots, W)
+    _wait(p_counters + MULTIPLIED, multiplied)
+    delta = tl.load(p_delta + token * D + o_d, mask=m_d, other=0.0)
+    for _n in range(0, W, BX):
+        raw = _rows(p_bank, slot, first, o_d, m_d, D, "evict_first")
+        # Nearly all slots have one write or two: what the second takes is asked for at once.
+        second = link >= 0
+        second_weight = tl.load(p_write_w + link, mask=second, other=0.0)
+        p_second = p_delta + (link // W)[:, None] * D + o_d[None, :]
+        second_delta = tl.load(p_second, mask=second[:, None] & m_d[None, :], other=0.0)
+        link = tl.load(p_link + link, mask=second, other=-1)
+        if STORE:
+            ordinal = tl.load(p_ordinal + token * W + o_w, mask=first, other=0)
+            at = ordinal.to(tl.int64)[:, None] * D + o_d[None, :]
+            kept = convert(raw, p_snapshot.dtype.element_ty)
+            tl.store(p_snapshot + at, kept, mask=first[:, None] & m_d[None, :], eviction_policy="evict_first")
+        o_w += BX
+        following = _links(p_k_idx, p_decay, p_weights, p_links, o_w, num_slots, W)
+        row = _write_delta(raw.to(tl.float32) * decay[:, None], weight, delta[None, :])
+        row = tl.where(second[:, None], _write_delta(row, second_weight, second_delta), row)
+        while tl.max(link, axis=0) >= 0:
+            more = link >= 0
+            weight = tl.load(p_write_w + link, mask=more, other=0.0)
+            row = _write_more(row, more, weight, p_delta + (link // W)[:, None] * D + o_d[None, :], m_d)
+            link = tl.load(p_link + link, mask=more, other=-1)
+        p_row = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
+        row = row.to(p_bank.dtype.element_ty)
+        tl.store(p_row, row, mask=first[:, None] & m_d[None, :], eviction_policy="evict_first")
+        slot, first, decay, weight, link = following
+    _count(p_counters + WRITTEN)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later"),
+    ]
+)
+def _step_flow_kernel(
+    p_bank,
+    p_k_idx,
+    p_k_eff,
+    p_q_idx,
+    p_q_w,
+    p_v,
+    p_beta,
+    p_X,
+    p_QX,
+    p_write_w,
+    p_decay,
+    p_link,
+    p_u,
+    p_inter,
+    p_delta,
+    p_counters,
+    p_readings,
+    p_ordinal,
+    p_snapshot,
+    p_kept,
+    num_slots,
+    D,
+    steps,
+    streams,
+    all_streams,
+    tokens,
+    first_token,
+    multiply_later,
+    write_later,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    R: tl.constexpr,
+    BW: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+    BX: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WRITER: tl.constexpr,
+):
+    """A tick has the gathers of a unit, the products of the unit `multiply_later` ticks before, and the write and the
+    readings of the one `write_later` ticks before. The chunks of the readings [P, T, D] begin at token `first_token`.
+    WRITER: the stage that stores raw rows into p_snapshot, or None. Steps of what is kept are those of all streams."""
+    tiles: tl.constexpr = ((C + BM - 1) // BM) * ((BD + BN - 1) // BN)
+    tick = tl.program_id(0) // (2 * tiles + 3 * C)
+    n = tl.program_id(0) % (2 * tiles + 3 * C)
+    unit = tick
+    if n < tiles:
+        unit -= multiply_later
+    elif n < 2 * tiles + C:
+        unit -= write_later
+    parts = (D + BD - 1) // BD
+    units = streams * parts  # of a step
+    if (unit >= 0) & (unit < steps * units):
+        step = unit // units
+        stream = ((unit % units) // parts).to(tl.int64)
+        first_column = (unit % parts) * BD
+        o_d = first_column + tl.arange(0, BD)
+        m_d = o_d < D
+        chunk = step * streams + stream
+        p_counters += unit.to(tl.int64) * COUNTERS
+        p_u += stream * C * D
+        p_inter += stream * C * D
+        p_delta += stream * C * D
+        p_k_idx += chunk * (C * W)
+        p_write_w += chunk * (C * W)
+        if WRITER is not None:
+            p_ordinal += chunk * (C * W)
+            p_snapshot += (step * all_streams + stream) * (C * W) * D
+        if n < 2 * tiles:
+            first_row = (n % tiles) // ((BD + BN - 1) // BN) * BM
+            first_column += n % ((BD + BN - 1) // BN) * BN
+            if n < tiles:
+                p_X += chunk * C * C
+                awaited = p_counters + GATHERED
+                done = p_counters + MULTIPLIED
+                _multiply(
+                    p_X,
+                    p_u,
+                    p_inter,
+                    p_delta,
+                    awaited,
+                    C,
+                    done,
+                    first_row,
+                    first_column,
+                    D,
+                    C,
+                    C,
+                    BM,
+                    BN,
+                    BK,
+                    PRECISION,
+                    False,
+                )
+            else:
+                p_QX += chunk * C * C
+                t = first_token + step * C
+                p_readings += (stream * tokens + t) * D
+                awaited = p_counters + MULTIPLIED
+                done = p_counters + WRITTEN
+                _multiply(
+                    p_QX,
+                    p_u,
+                    p_inter,
+                    p_readings,
+                    awaited,
+                    C + tiles,
+                    done,
+                    first_row,
+                    first_column,
+                    D,
+                    tokens - t,
+                    C,
+                    BM,
+                    BN,
+                    BK,
+                    PRECISION,
+                    True,
+                )
+        elif n < 2 * tiles + C:
+            p_decay += chunk * (C * W)
+            p_link += chunk * (C * W)
+            _write(
+                p_bank,
+                p_k_idx,
+                p_decay,
+                p_write_w,
+                p_link,
+                p_delta,
+                p_ordinal,
+                p_snapshot,
+                p_counters,
+                C + tiles,
+                n - 2 * tiles,
+                o_d,
+                m_d,
+                num_slots,
+                D,
+                W,
+                BX,
+                WRITER == "write",
+            )
+        else:
+            token = (n - 2 * tiles) % C
+            p_before = p_counters - units.to(tl.int64) * COUNTERS + WRITTEN
+            if n < 2 * tiles + 2 * C:
+                p_idx, p_weight = p_q_idx + (chunk * C + token) * R, p_q_w + (chunk * C + token) * R
+                of_reads = _entries(p_idx, p_weight, tl.arange(0, BR), R)
+                if step > 0:
+                    _wait(p_before, C + tiles)
+                inter = _row_sum(p_bank, p_idx, p_weight, of_reads, o_d, m_d, num_slots, D, R, BR, BD, "evict_first")
+                tl.store(p_inter + token * D + o_d, inter, mask=m_d)
+                _count(p_counters + MULTIPLIED)
+            else:
+                p_idx, p_weight = p_k_idx + token * W, p_k_eff + (chunk * C + token) * W
+                of_writes = _entries(p_idx, p_weight, tl.arange(0, BW), W)
+                v = tl.load(p_v + (chunk * C + token) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+                beta = tl.load(p_beta + chunk * C + token)
+                if step > 0:
+                    _wait(p_before, C + tiles)
+                p_saved = None
+                if WRITER == "gather":
+                    p_saved = p_ordinal + token * W
+                retrieved = _row_sum(
+                    p_bank, p_idx, p_weight, of_writes, o_d, m_d, num_slots, D, W, BW, BD, "", p_saved, p_snapshot
+                )
+                if p_kept is not None:
+                    at = ((step * all_streams + stream) * C + token) * D
+                    tl.store(p_kept + at + o_d, retrieved, mask=m_d)
+                tl.store(p_u + token * D + o_d, beta * (v - retrieved), mask=m_d)
+                _count(p_counters + GATHERED)
+
+
+@dataclass(frozen=True)
+class StepFlowConfig:
+    gather: TokenGatherConfig
+    rows: int  # that a write takes at a time
+    tile: int
+    inner: int
+    registers: int
+    multiply_later: int
+    write_later: int
+
+    @staticmethod
+    def from_shapes(
+        streams: int, chunk: int, writes: int, reads: int, head_dim: int, itemsize: int, processors: int
+    ) -> StepFlowConfig:
+        gather = TokenGatherConfig.from_shapes(writes, reads, head_dim, itemsize)
+        config = StepFlowConfig(
+            gather=gather,
+            # Measured on an H200, us per step of 8 streams of 64 tokens, 64 writes and 1024 columns: 70 with 8 rows of
+            # 64 columns, 80 registers and 24 programs per processor; 73 with 4 rows and 28 programs, 78 with 16 and 20.
+            # Where registers do not suffice, 114: the compiler's own choice of registers is no better than 80.
+            rows=min(1024 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
+            tile=16,
+            inner=min(32, max(16, triton.next_power_of_2(chunk))),
+            registers=80,
+            multiply_later=1,
+            write_later=1,
+        )
+        # What runs at a time, and half as much again. A write must not come behind the gather of the step after it.
+        units, running = streams * config.parts(head_dim), 24 * processors / config.programs(chunk)
+        later = max(1, min(round(1.5 * running), units // 2))
+        return replace(config, multiply_later=-(-later // 2), write_later=later)
+
+    def parts(self, head_dim: int) -> int:
+        """Units per chunk."""
+        return triton.cdiv(head_dim, self.gather.columns)
+
+    def programs(self, chunk: int) -> int:
+        """Programs per unit."""
+        return 3 * chunk + 2 * triton.cdiv(chunk, self.tile) * triton.cdiv(self.gather.columns, self.tile)
+
+
+class FlowMemory(NamedTuple):
+    """Working memory of a launch: what a unit keeps from one of its programs to the next."""
+
+    u: Tensor  # [P, C, D] float32
+    inter: Tensor  # [P, C, D] float32
+    delta: Tensor  # [P, C, D] float32
+    counters: Tensor  # [steps, units, COUNTERS] int32, zero before each launch
+
+
+def empty_flow_memory(steps: int, streams: int, chunk: int, head_dim: int, like: Tensor) -> FlowMemory:
+    parts = triton.cdiv(head_dim, TokenGatherConfig.from_shapes(1, 1, head_dim, like.element_size()).columns)
+    counters = like.new_empty(steps, streams * parts, COUNTERS.value, dtype=torch.int32)
+    u, inter, delta = (like.new_empty(streams, chunk, head_dim, dtype=torch.float32) for _ in range(3))
+    return FlowMemory(u, inter, delta, counters)
+
+
+class RawRows(NamedTuple):
+    """Where a saving launch keeps raw rows, of its first step; those of the next one are behind all streams' of it."""
+
+    writer: str  # the stage that stores them: "gather" or "write"
+    ordinals: Tensor  # [steps, P, C, W] int32 the group's ordinal at its slot's first write in the chunk, -1 elsewhere
+    snapshot: Tensor  # [P * E, D] row p * E + ordinal
+    retrieved: Tensor  # [P, C, D] float32, which the gather stores
+    all_streams: int
+
+
+def step_flow_call(
+    bank: Tensor,
+    staged: Staged,
+    fields: ChunkFields,
+    leads: tuple[Tensor, Tensor],
+    X: Tensor,
+    QX: Tensor,
+    memory: FlowMemory,
+    readings: Tensor,
+    first_token: int,
+    saving: RawRows | None = None,
+    config: StepFlowConfig | None = None,
+) -> KernelCall:
+    """All steps of a slab, in place on the bank, and their readings [P, T, D] from `first_token` on; all contiguous.
+
+    leads: by entry, exp(Lt) of its slot at the slot's first write and -1 at the others [steps, P, E] float32, and the
+        slot's next entry or -1, int32.
+    config: reaches no bit.
+    """
+    steps, streams, chunk, writes = staged.k_idx.shape
+    reads, (num_slots, width), tokens = staged.q_idx.shape[3], bank.shape, readings.shape[1]
+    processors = torch.cuda.get_device_properties(bank.device).multi_processor_count if bank.is_cuda else 1
+    config = config or StepFlowConfig.from_shapes(streams, chunk, writes, reads, width, bank.element_size(), processors)
+    ordinals, snapshot, kept, all_streams = None, None, None, streams
+    if saving is not None:
+        ordinals, snapshot, kept, all_streams = saving[1:]
+    tensors = (
+        *(bank, staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w, staged.v, staged.beta, X, QX),
+        *(fields.write_w, *leads, *memory, readings, ordinals, snapshot, kept),
+    )
+    sizes = (num_slots, width, steps, streams, all_streams, tokens, first_token)
+    later = (config.multiply_later, config.write_later)
+    options = dict(
+        C=chunk,
+        W=writes,
+        R=reads,
+        BW=config.gather.rows_w,
+        BR=config.gather.rows_r,
+        BD=config.gather.columns,
+        BX=config.rows,
+        BM=config.tile,
+        BN=config.tile,
+        BK=config.inner,
+        PRECISION=matmul_precision(bank.dtype),
+        WRITER=None if saving is None else saving.writer,
+        num_warps=1,
+        maxnreg=config.registers,
+        enable_fp_fusion=True,
+    )
+    ticks = steps * streams * config.parts(width) + config.write_later
+    return KernelCall(_step_flow_kernel, (ticks * config.programs(chunk),), (*tensors, *sizes, *later), options)
