@@ -353,7 +353,7 @@ def call_loops(
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
     shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)), by_step=runs_by_step(mode), mode=mode)
-    for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None):
+    for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None, gently=not shape.by_step):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
         saved = None if saving is None else saving._replace(saved=of_streams(saving.saved, streams))
@@ -380,11 +380,14 @@ def of_streams(saved: Saved, streams: slice) -> Saved:
 Cut = tuple[slice, list[tuple[int, int]]]
 
 
-def cut(shape: Shape, bank: Tensor, inputs: Sequence[Tensor], step_bytes: int, training: bool) -> Iterator[Cut]:
+def cut(
+    shape: Shape, bank: Tensor, inputs: Sequence[Tensor], step_bytes: int, training: bool, gently: bool = False
+) -> Iterator[Cut]:
     """Groups of a call's streams, and the first step and the steps of each one's slabs, in order.
 
     step_bytes: working memory of one step of one stream. A slab has a power of two of steps, and what is left at the
-    end a half, a quarter and so on of it.
+    end a half, a quarter and so on of it. gently: the first one is cut into a quarter, a quarter and a half, as no
+    steps run yet under which it could be prepared.
     """
     streams, tokens, _ = inputs[0].shape
     if not streams or not tokens:
@@ -396,9 +399,11 @@ def cut(shape: Shape, bank: Tensor, inputs: Sequence[Tensor], step_bytes: int, t
         count = min(group, streams - p)
         left = num_steps(tokens, shape.chunk)
         steps, first, slabs = slab_steps(min(limit, MAX_GRID) // count, left), 0, []
+        short = [steps // 2, steps // 4, steps // 4] if gently and steps >= 4 else []
         while left > 0:
-            while steps > left:
-                steps //= 2
-            slabs.append((first, steps))
-            first, left = first + steps, left - steps
+            size = short.pop() if short else steps
+            while size > left:
+                size //= 2
+            slabs.append((first, size))
+            first, left = first + size, left - size
         yield slice(p, p + count), slabs
