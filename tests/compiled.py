@@ -25,7 +25,7 @@ def compile_call(call: Any, capability: int) -> Any:
 
     options = {name: call.options[name] for name in ("num_warps", "enable_fp_fusion") if name in call.options}
     values = dict(zip(call.kernel.arg_names, call.args, strict=False)) | call.options
-    constant = {p.name for p in call.kernel.params if p.is_constexpr}
+    constant = {p.name for p in call.kernel.params if p.is_constexpr or values[p.name] is None}
     signature = {
         name: TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
         for name, value in values.items()

@@ -3,7 +3,8 @@
     Phase 1 and the solve, for all steps at once; then per step: gather -> dual matmul -> decay-and-write.
 
 The composite op runs it with the in-place write on a bank of its own; a traced call runs it with the functional write,
-so that every stage of every step is a node of the graph.
+so that every stage of every step is a node of the graph. On CUDA the composite op has most forwards' steps in one
+launch instead, see `step_flow_kernels`.
 """
 
 from __future__ import annotations

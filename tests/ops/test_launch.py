@@ -243,4 +243,4 @@ def test_calls_of_all_sizes_share_two_working_memories(graphs: list[FakeGraph]) 
     for grown in zip(*sizes, strict=True):
         assert 0 < grown[0] < grown[1] < grown[2] == grown[3] == grown[4]
     # As above; what needs more memory drops what was captured on less.
-    assert captured == [(10, 2), (20, 2), (30, 2), (40, 6), (40, 6)]
+    assert captured == [(8, 2), (16, 2), (24, 2), (32, 6), (32, 6)]

@@ -1,0 +1,86 @@
+"""All steps of a slab in one launch: the order of its programs, and what the compiler makes of its products.
+
+What it computes is compared with a launch per step in `test_forward_kernels.py` and `test_train_kernels.py`. The
+interpreter, which runs one program after the other, would never return from one that waits for a later one. It has to
+be chosen before Triton is imported, so that its tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tests.cases import Case
+from tests.compiled import compile_call
+from tests.harness import assert_same_bits
+from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
+
+pytest.importorskip("triton")
+from sdm_compile.ops import step_flow_kernels, write_read_cuda
+from sdm_compile.ops.bound import KernelCall
+from sdm_compile.ops.step_flow_kernels import StepFlowConfig
+from tests import loops
+
+WIDE = Case("six units", streams=2, tokens=11, writes=3, reads=4, head_dim=70, slots=9, chunk_size=4)
+
+
+def test_in_a_process_of_its_own() -> None:
+    run_interpreted(__file__)
+
+
+def calls(case: Case, dtype: torch.dtype, slab: int) -> list[Tensor]:
+    memory, *inputs = case.make(dtype)
+    bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
+    loops.forward(bank, inputs, case.chunk_size, readings, slab=slab)
+    return [readings, bank]
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("later", [(1, 1), (1, 6), (3, 4), (6, 6)])
+def test_how_much_later_a_unit_goes_on_changes_no_bit(later: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = calls(WIDE, torch.float32, slab=4)
+    of_shapes = StepFlowConfig.from_shapes
+
+    def changed(*args: int) -> StepFlowConfig:
+        return replace(of_shapes(*args), multiply_later=later[0], write_later=later[1])
+
+    monkeypatch.setattr(StepFlowConfig, "from_shapes", staticmethod(changed))
+    assert_same_bits(calls(WIDE, torch.float32, slab=4), expected)
+
+
+@without_the_interpreter
+def test_a_write_never_comes_behind_the_gather_of_the_next_step() -> None:
+    sizes = itertools.product((1, 3, 64), (1, 17, 256), (1, 64), (1, 64, 1000, 16384), (2, 4), (1, 132))
+    for streams, chunk, writes, head_dim, itemsize, processors in sizes:
+        config = StepFlowConfig.from_shapes(streams, chunk, writes, 5, head_dim, itemsize, processors)
+        assert 1 <= config.multiply_later <= config.write_later <= streams * config.parts(head_dim)
+        assert config.parts(head_dim) * config.gather.columns >= head_dim
+
+
+@without_the_interpreter
+@pytest.mark.parametrize(("chunk", "head_dim"), [(4, 5), (16, 40), (64, 1024)])
+def test_sums_of_products_begin_at_zero(chunk: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that moved what is added to them to the front would change the bits of small chunks alone."""
+    case = Case("compiled", streams=1, tokens=chunk, writes=3, reads=4, head_dim=head_dim, slots=9, chunk_size=chunk)
+    memory, *inputs = case.make(torch.float32)
+    found: list[KernelCall] = []
+    call = step_flow_kernels.step_flow_call
+    monkeypatch.setattr(
+        write_read_cuda, "step_flow_call", lambda *args: SimpleNamespace(launch=lambda: found.append(call(*args)))
+    )
+    [[loop]] = write_read_cuda.call_loops(memory, inputs, chunk, torch.empty_like(inputs[2]))
+    loop.steps(tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), loop.memory_form()), None)
+    code = compile_call(found[0], 90).asm["ttir"]
+    of_loops = " ".join(re.findall(r"iter_args\((.*?)\)", code))
+    before = dict(re.findall(r"(%\w+) = (%\w+)", of_loops))
+    sums = re.findall(r"= tt\.dot %\w+, %\w+, (%\w+)", code)
+    assert len(sums) == 2
+    for name in sums:
+        assert f"{before.get(name, name)} = arith.constant dense<0.000000e+00> : tensor<16x16xf32>" in code
