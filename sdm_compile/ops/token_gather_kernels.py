@@ -92,7 +92,6 @@ def _token_gather_kernel(
     p_kept,
     num_slots,
     D,
-    C: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
     BW: tl.constexpr,
@@ -174,7 +173,6 @@ def token_gather_call(
         *(v, beta, retrieved, inter, retrieved if kept is None else kept),
     )
     options = dict(
-        C=chunk,
         W=writes,
         R=reads,
         BW=config.rows_w,
