@@ -102,14 +102,14 @@ def _groups_kernel(
     p_lead_index,
     p_ordinal,
     W: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
+    BY_ENTRY: tl.constexpr,
     ENTRIES: tl.constexpr,
     TILES: tl.constexpr,
     B: tl.constexpr,
 ):
     """B places of one chunk. Each fills one group: its own if it starts one, else an unused one, from the end on.
 
-    TILES: at least the number of a chunk's programs, a power of two. BY_TOKEN: see Phase1Scratch. p_ordinal: by entry,
+    TILES: at least the number of a chunk's programs, a power of two. BY_ENTRY: see Phase1Scratch. p_ordinal: by entry,
     the group's ordinal at its first entry, -1 at the others; None if nobody asks.
     """
     tile = tl.program_id(0)
@@ -144,7 +144,7 @@ def _groups_kernel(
     tl.store(p_group_start + chunk * (ENTRIES + 1) + ordinal, tl.where(first, o_e, held_count), mask=m_e)
     tl.store(p_group_slot + chunk * ENTRIES + ordinal, tl.where(first, slot, -1), mask=m_e)
     tl.store(p_group_decay + chunk * ENTRIES + ordinal, tl.where(first, decay, 1.0), mask=m_e)
-    if BY_TOKEN:
+    if BY_ENTRY:
         tl.store(p_lead_value + chunk * ENTRIES + entry, tl.where(first, decay, -1.0), mask=entry >= 0)
         tl.store(p_lead_index + chunk * ENTRIES + entry, following, mask=entry >= 0)
     else:
@@ -311,8 +311,8 @@ class Phase1Scratch(NamedTuple):
     before: Tensor  # [N, E] int32, sorted: the token of the slot's write before; -1 for the first write of a slot
     firsts: Tensor  # [N, E / PLACES] int32, how many places start a group
     held: Tensor  # [N, E / PLACES] int32, how many places hold an entry
-    # What the decay-and-write asks for first. By group ordinal: the group's first weight and token. If it writes by
-    # token, by entry: exp(Lt) of the group, or -1 at an entry that is not its first; and the group's next entry or -1.
+    # What the decay-and-write asks for first. By group ordinal: the group's first weight and token. By entry: its
+    # group's exp(Lt), or -1 if it is not the group's first one; and the group's next entry, or -1.
     lead_value: Tensor  # [N, E] float32
     lead_index: Tensor  # [N, E] int32
 
@@ -338,10 +338,10 @@ def launch_phase1(
     q_val: Tensor,
     fields: ChunkFields,
     scratch: Phase1Scratch,
-    by_token: bool = False,
+    by_entry: bool = False,
     ordinals: Tensor | None = None,
 ) -> None:
-    """Fills `fields` and the scratch's leads, by token or by group, from contiguous [steps, P, C, *] staged inputs.
+    """Fills `fields` and the scratch's leads, by entry or by group, from contiguous [steps, P, C, *] staged inputs.
 
     ordinals: receives [steps, P, C, W] int32, the group's ordinal at its slot's first write and -1 at the others; what
     stands where there is no slot stays.
@@ -370,7 +370,7 @@ def launch_phase1(
         *(fields.write_w, fields.group_start, fields.group_slot, fields.group_decay),
         *(scratch.lead_value, scratch.lead_index, ordinals),
         W=writes,
-        BY_TOKEN=by_token,
+        BY_ENTRY=by_entry,
         ENTRIES=entries,
         TILES=triton.next_power_of_2(tiles),
         B=PLACES,
