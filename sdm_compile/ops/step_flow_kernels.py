@@ -449,18 +449,16 @@ def step_flow_call(
     readings: Tensor,
     first_token: int,
     saving: RawRows | None = None,
-    config: StepFlowConfig | None = None,
 ) -> KernelCall:
     """All steps of a slab, in place on the bank, and their readings [P, T, D] from `first_token` on; all contiguous.
 
-    leads: by entry, exp(Lt) of its slot at the slot's first write and -1 at the others [steps, P, E] float32, and the
+    leads: [steps * P, E] by entry: exp(Lt) of its slot at the slot's first write and -1 at the others, float32; and the
         slot's next entry or -1, int32.
-    config: reaches no bit.
     """
     steps, streams, chunk, writes = staged.k_idx.shape
     reads, (num_slots, width), tokens = staged.q_idx.shape[3], bank.shape, readings.shape[1]
     processors = torch.cuda.get_device_properties(bank.device).multi_processor_count if bank.is_cuda else 1
-    config = config or StepFlowConfig.from_shapes(streams, chunk, writes, reads, width, bank.element_size(), processors)
+    config = StepFlowConfig.from_shapes(streams, chunk, writes, reads, width, bank.element_size(), processors)
     ordinals, snapshot, kept, all_streams = None, None, None, streams
     if saving is not None:
         ordinals, snapshot, kept, all_streams = saving[1:]
