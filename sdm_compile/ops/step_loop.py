@@ -1,10 +1,10 @@
-"""The step loop: the one place that knows the order of the stages.
+"""The step loop: the order of the stages.
 
     Phase 1 and the solve, for all steps at once; then per step: gather -> dual matmul -> decay-and-write.
 
 The composite op runs it with the in-place write on a bank of its own; a traced call runs it with the functional write,
-so that every stage of every step is a node of the graph. On CUDA the composite op has most forwards' steps in one
-launch instead, see `step_flow_kernels`.
+so that every stage of every step is a node of the graph. On CUDA most of the composite op's forwards have all steps in
+one launch instead, see `step_flow_kernels`: the one other place that knows the order.
 """
 
 from __future__ import annotations
