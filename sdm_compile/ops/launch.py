@@ -143,7 +143,7 @@ class _Captured:
     """A loop's graphs, on one of the working memories of a device and stream."""
 
     memory: Any  # None once it is retired: memory is reused in the order of its stream, and may go before the graphs
-    own: Sequence[Tensor]  # the memory as a whole, and the table
+    own: Sequence[Tensor]  # the memory as a whole, and the table if there is one
     table: Tensor | None  # [steps, ADDRESSES] int64 on the device
     couple_graph: torch.cuda.CUDAGraph
     conclude_graph: torch.cuda.CUDAGraph | None
@@ -230,7 +230,6 @@ class _Recorded(_Replays):
 class _Layout:
     """What is known of calls whose tensors have one layout."""
 
-    signature: Hashable  # of their first loop
     recorded: list[list[_Recorded]] | None = None
     recordable: bool = True
 
@@ -287,15 +286,13 @@ def run_plainly(groups: Groups, device: torch.device) -> None:
         _run_overlapped([_Plain(loop, memories[k % 2].of(loop.memory_form())) for k, loop in enumerate(loops)], streams)
 
 
-def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], device: torch.device) -> Hashable:
-    """Runs a call's loops in order on the current stream, each as one replay; captures what is missing first.
+def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], device: torch.device) -> None:
+    """Runs a call's loops in order on the current stream, replaying what is captured; captures what is missing first.
 
     Args:
         kind: everything that the loops depend on besides the tensors.
         tensors: all that the loops' launches touch besides working memory.
         loops: makes them, where they are not known from a call of the same kind and layout.
-    Returns:
-        The signature of the first loop; None if there is none.
     """
     stream = torch.cuda.current_stream(device)
     where = (stream.device_index, stream.cuda_stream)
@@ -313,7 +310,7 @@ def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups
             for known in itertools.chain(*recorded):
                 known.addresses, known.captured.used = addresses, number
             _run(recorded, place, stream)
-            return layout.signature
+            return
         groups = loops()
         keeping = tensors if layout is not None and layout.recordable and aligned(addresses) else None
         built = _build(groups, place, where, keeping)
@@ -324,13 +321,12 @@ def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups
         finally:
             _retire(where)
         if layout is None:
-            layout = _layouts[key] = _Layout(groups[0][0].signature if groups else None)
+            _layouts[key] = _Layout()
             while len(_layouts) > MAX_CALLS:
                 _layouts.popitem(last=False)
         elif keeping is not None:
             layout.recorded = _recorded(built)
             layout.recordable = layout.recorded is not None
-        return layout.signature
 
 
 def _build(

@@ -33,7 +33,7 @@ from .token_gather_kernels import token_gather_call
 from .working_memory import memory_bytes
 from .write_read_bwd import Saved
 
-SLAB_STEPS = 64  # steps of a slab at most: what one captured loop holds
+SLAB_STEPS = 64  # of a slab at most: what one captured loop, or one launch, holds
 MAX_FORMS = 64  # of slabs, that are remembered
 SLABS = 4  # slabs that a call is cut into at least, as far as its steps go: one is prepared under another's steps
 
@@ -170,11 +170,18 @@ class _SlabStages:
     """
 
     def __init__(
-        self, bank: Tensor, table: Tensor | None, slab: Slab, shape: ForwardShape, saving: Saving | None, first: int
+        self,
+        bank: Tensor,
+        table: Tensor | None,
+        slab: Slab,
+        values: StepMemory,
+        shape: ForwardShape,
+        saving: Saving | None,
+        first: int,
     ) -> None:
-        staged, fields, (us, inters, delta) = slab.staged, slab.fields, slab.stepping[:3]
-        by_step = (shape.steps, shape.streams, shape.chunk * shape.writes)
-        leads = [x.view(by_step) for x in (slab.scratch.lead_value, slab.scratch.lead_index)]
+        staged, fields, (us, inters, delta) = slab.staged, slab.fields, values
+        of_groups = (shape.steps, shape.streams, shape.chunk * shape.writes)
+        leads = [x.view(of_groups) for x in (slab.scratch.lead_value, slab.scratch.lead_index)]
 
         def entry(step: int) -> Tensor | None:
             return None if table is None else table[step]
@@ -251,9 +258,9 @@ class _SlabLoop:
             slab.stepping.counters.zero_()
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
-        shape, saving = self.signature, self.saving
-        if not isinstance(slab.stepping, FlowMemory):
-            run_in_order(_SlabStages(self.bank, table, slab, shape, saving, self.first), shape.steps)
+        shape, saving, values = self.signature, self.saving, slab.stepping
+        if isinstance(values, StepMemory):
+            run_in_order(_SlabStages(self.bank, table, slab, values, shape, saving, self.first), shape.steps)
             return
         rows = None
         if saving is not None and shape.writer is not None and slab.ordinals is not None:
@@ -261,7 +268,7 @@ class _SlabLoop:
         leads = (slab.scratch.lead_value, slab.scratch.lead_index)
         matrices, first_token = (slab.X, slab.QX), self.first * shape.chunk
         step_flow_call(
-            self.bank, slab.staged, slab.fields, leads, *matrices, slab.stepping, self.readings, first_token, rows
+            self.bank, slab.staged, slab.fields, leads, *matrices, values, self.readings, first_token, rows
         ).launch()
 
     concludes = False
@@ -303,35 +310,34 @@ def write_read_cuda(
 
     saving: what to keep for a backward, all contiguous. Returns the route: how the steps are launched.
     """
-    tensors, addressed, kind = [bank, *inputs, readings], [bank], None
+    tensors, addressed, kind, mode = [bank, *inputs, readings], [bank], None, None
     repeats = repeat_count(bank.device) if count_repeats else None
     if repeats is not None:
         tensors.append(repeats)
     if saving is not None:
         saved = saving.saved
         tensors, addressed = [*tensors, *saved], [bank, saved.snapshot, saved.scales, saved.retrieved]
-        kind = (saving.mode, saving.declared)
-    first = run_loops(
+        kind, mode = (saving.mode, saving.declared), saving.mode
+    run_loops(
         ("forward", kind, chunk_size, count_repeats),
         tensors,
         lambda: list(call_loops(bank, inputs, chunk_size, readings, saving, repeats)),
         addressed,
     )
-    return "triton by step" if isinstance(first, ForwardShape) and first.by_step else "triton in one launch"
+    return "triton by step" if runs_by_step(mode) else "triton in one launch"
 
 
 def run_loops(
     kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], addressed: Sequence[Tensor]
-) -> Hashable:
+) -> None:
     """Runs a call's loops as the situation asks for, see `replay`; `addressed` is what a table would have to name."""
     device = tensors[0].device
     capturing = current_situation(device) is Situation.CAPTURING
     # A tensor at an odd address would need kernels of its own in every captured loop.
     if aligned([x.data_ptr() for x in addressed]) and not (capturing or launches_are_watched()):
-        return replay((kind, torch.get_float32_matmul_precision()), tensors, loops, device)
-    groups = loops()
-    run_plainly(groups, device)
-    return groups[0][0].signature if groups else None
+        replay((kind, torch.get_float32_matmul_precision()), tensors, loops, device)
+    else:
+        run_plainly(loops(), device)
 
 
 def runs_by_step(mode: str | None) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sdm_compile.ops.snapshot import dequantize_rows
+from sdm_compile.ops.snapshot import SCALED_MODES, dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
 from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients, plan_call
 from tests.cases import RAGGED, TANGLED, Case, group_slots
@@ -137,7 +137,8 @@ class Outputs(NamedTuple):
 def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     memory, *inputs = case.make(torch.float32, seed)
     bank = memory.clone()
-    readings, saved, _ = CUDA.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
+    readings, saved, route = CUDA.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
+    assert route == ("triton by step" if mode in SCALED_MODES else "triton in one launch")
     final = bank.clone()
     grads = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
