@@ -124,6 +124,26 @@ def test_working_memory_of_a_call(bank: int, streams: int, training: bool, expec
     assert write_read_cuda.working_bytes(rows, streams, training) // 2**20 == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "gently", "expected"),
+    [
+        (170, True, [2, 2, 4, 8, 8, 8, 2]),
+        (170, False, [8, 8, 8, 8, 2]),
+        (30, True, [2, 2, 2]),
+        (26, False, [4, 2]),
+    ],
+)
+def test_slabs_of_a_call(tokens: int, gently: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of 5 tokens, and slabs of 8 steps: in order, and no step is left out."""
+    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda limit, steps: 8)
+    memory, *inputs = replace(RAGGED, tokens=tokens).make(torch.float32)
+    shape = write_read_cuda.Shape.of(memory, inputs, 5)
+    [(streams, slabs)] = write_read_cuda.cut(shape, memory, inputs, 1, training=False, gently=gently)
+    assert streams == slice(0, RAGGED.streams)
+    assert [size for _, size in slabs] == expected
+    assert [first for first, _ in slabs] == [sum(expected[:n]) for n in range(len(expected))]
+
+
 # Which of the readings and the final bank have a gradient, in which mode, and the steps of the slabs. The interpreter
 # takes seconds for each of them: what has no bearing on one another is not crossed.
 BOTH = (True, True)
