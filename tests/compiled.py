@@ -23,7 +23,8 @@ def compile_call(call: Any, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: call.options[name] for name in ("num_warps", "enable_fp_fusion") if name in call.options}
+    names = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")
+    options = {name: call.options[name] for name in names if call.options.get(name) is not None}
     values = dict(zip(call.kernel.arg_names, call.args, strict=False)) | call.options
     constant = {p.name for p in call.kernel.params if p.is_constexpr or values[p.name] is None}
     signature = {

@@ -35,7 +35,7 @@ def test_in_a_process_of_its_own() -> None:
     run_interpreted(__file__)
 
 
-def calls(case: Case, dtype: torch.dtype, slab: int) -> list[Tensor]:
+def outputs(case: Case, dtype: torch.dtype, slab: int) -> list[Tensor]:
     memory, *inputs = case.make(dtype)
     bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
     loops.forward(bank, inputs, case.chunk_size, readings, slab=slab)
@@ -45,14 +45,14 @@ def calls(case: Case, dtype: torch.dtype, slab: int) -> list[Tensor]:
 @in_the_interpreter
 @pytest.mark.parametrize("later", [(1, 1), (1, 6), (3, 4), (6, 6)])
 def test_how_much_later_a_unit_goes_on_changes_no_bit(later: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = calls(WIDE, torch.float32, slab=4)
+    expected = outputs(WIDE, torch.float32, slab=4)
     of_shapes = StepFlowConfig.from_shapes
 
     def changed(*args: int) -> StepFlowConfig:
         return replace(of_shapes(*args), multiply_later=later[0], write_later=later[1])
 
     monkeypatch.setattr(StepFlowConfig, "from_shapes", staticmethod(changed))
-    assert_same_bits(calls(WIDE, torch.float32, slab=4), expected)
+    assert_same_bits(outputs(WIDE, torch.float32, slab=4), expected)
 
 
 @without_the_interpreter
