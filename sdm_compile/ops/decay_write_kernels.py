@@ -25,16 +25,16 @@ from .step_table import from_table
 
 
 @triton.jit
-def _write_delta(row, weight, delta):
+def write_delta(row, weight, delta):
     """row [N, BD] plus weight [N] times delta [N or 1, BD], each of them rounded once."""
     return tl.fma(tl.broadcast_to(weight[:, None], row.shape), tl.broadcast_to(delta, row.shape), row)
 
 
 @triton.jit
-def _write_more(row, more, weight, p_delta, m_d):
-    """`_write_delta` for the rows of which there is more: adding nothing would turn -0.0 into 0.0."""
+def write_more(row, more, weight, p_delta, m_d):
+    """`write_delta` for the rows of which there is more: adding nothing would turn -0.0 into 0.0."""
     delta = tl.load(p_delta, mask=more[:, None] & m_d[None, :], other=0.0)
-    return tl.where(more[:, None], _write_delta(row, weight, delta), row)
+    return tl.where(more[:, None], write_delta(row, weight, delta), row)
 
 
 @triton.jit
@@ -55,13 +55,13 @@ def _write_groups(raw, column, groups, pointers, D, W: tl.constexpr, EVICT: tl.c
     m_d = o_d < D
     m_row = used[:, None] & m_d[None, :]
     delta = tl.load(p_delta + token[:, None] * D + o_d[None, :], mask=m_row, other=0.0)
-    row = _write_delta(raw.to(tl.float32) * decay[:, None], weight, delta)
+    row = write_delta(raw.to(tl.float32) * decay[:, None], weight, delta)
     longest = tl.max(tl.where(used, end - start, 0), axis=0)
     for n in range(1, longest):
         more = used & (start + n < end)
         entry = tl.load(p_order + start + n, mask=more, other=0)
         weight = tl.load(p_write_w + entry, mask=more, other=0.0)
-        row = _write_more(row, more, weight, p_delta + (entry // W)[:, None] * D + o_d[None, :], m_d)
+        row = write_more(row, more, weight, p_delta + (entry // W)[:, None] * D + o_d[None, :], m_d)
     p_row = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
     tl.store(p_row, row.to(p_bank.dtype.element_ty), mask=m_row, eviction_policy=EVICT)
 

@@ -11,8 +11,9 @@ write runs beside another one's gather, and finds its rows in the L2 cache, wher
 | decay-and-write          | one per token      | multiplied                        | written    |
 | readings = QX u + inter  | one per tile       | multiplied                        | written    |
 
-A program's number is its place in an order in which each waits for earlier ones alone; and as programs start in the
-order of their numbers, none that waits keeps out one that it waits for. Every sum has a fixed order. SPEC section 5.
+A program's number is its place in an order in which each waits for earlier ones alone. Programs start in the order of
+their numbers (CUDA does not promise it; scans in one pass, as CUB has them, have relied on it on every GPU so far), so
+that none that waits keeps out one that it waits for. Every sum has a fixed order. SPEC section 5.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .decay_write_kernels import _write_delta, _write_more
+from .decay_write_kernels import write_delta, write_more
 from .dual_matmul_kernels import matmul_precision
 from .layout import ChunkFields, Staged
 from .snapshot_tiles import convert
-from .token_gather_kernels import TokenGatherConfig, _entries, _row_sum, _rows
+from .token_gather_kernels import TokenGatherConfig, columns_per_program, load_entries, load_rows, row_sum
 
 # A unit's counters: how many programs have gathered rows to write; have multiplied, or gathered rows to read; have
 # written, or made readings.
@@ -159,7 +160,7 @@ def _write(
     _wait(p_counters + MULTIPLIED, multiplied)
     delta = tl.load(p_delta + token * D + o_d, mask=m_d, other=0.0)
     for _n in range(0, W, BX):
-        raw = _rows(p_bank, slot, first, o_d, m_d, D, "evict_first")
+        raw = load_rows(p_bank, slot, first, o_d, m_d, D, "evict_first")
         # Nearly all slots have one write or two: what the second takes is asked for at once.
         second = link >= 0
         second_weight = tl.load(p_write_w + link, mask=second, other=0.0)
@@ -173,12 +174,12 @@ def _write(
             tl.store(p_snapshot + at, kept, mask=first[:, None] & m_d[None, :], eviction_policy="evict_first")
         o_w += BX
         following = _links(p_k_idx, p_decay, p_weights, p_links, o_w, num_slots, W)
-        row = _write_delta(raw.to(tl.float32) * decay[:, None], weight, delta[None, :])
-        row = tl.where(second[:, None], _write_delta(row, second_weight, second_delta), row)
+        row = write_delta(raw.to(tl.float32) * decay[:, None], weight, delta[None, :])
+        row = tl.where(second[:, None], write_delta(row, second_weight, second_delta), row)
         while tl.max(link, axis=0) >= 0:
             more = link >= 0
             weight = tl.load(p_write_w + link, mask=more, other=0.0)
-            row = _write_more(row, more, weight, p_delta + (link // W)[:, None] * D + o_d[None, :], m_d)
+            row = write_more(row, more, weight, p_delta + (link // W)[:, None] * D + o_d[None, :], m_d)
             link = tl.load(p_link + link, mask=more, other=-1)
         p_row = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
         row = row.to(p_bank.dtype.element_ty)
@@ -343,7 +344,7 @@ def _step_flow_kernel(
             p_before = p_counters - units.to(tl.int64) * COUNTERS + WRITTEN
             if n < 2 * tiles + 2 * C:
                 p_idx, p_weight = p_k_idx + token * W, p_k_eff + (chunk * C + token) * W
-                of_writes = _entries(p_idx, p_weight, tl.arange(0, BW), W)
+                of_writes = load_entries(p_idx, p_weight, tl.arange(0, BW), W)
                 v = tl.load(p_v + (chunk * C + token) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
                 beta = tl.load(p_beta + chunk * C + token)
                 if step > 0:
@@ -351,7 +352,7 @@ def _step_flow_kernel(
                 p_saved = None
                 if WRITER == "gather":
                     p_saved = p_ordinal + token * W
-                retrieved = _row_sum(
+                retrieved = row_sum(
                     p_bank, p_idx, p_weight, of_writes, o_d, m_d, num_slots, D, W, BW, BD, "", p_saved, p_snapshot
                 )
                 if p_kept is not None:
@@ -361,10 +362,10 @@ def _step_flow_kernel(
                 _count(p_counters + GATHERED)
             else:
                 p_idx, p_weight = p_q_idx + (chunk * C + token) * R, p_q_w + (chunk * C + token) * R
-                of_reads = _entries(p_idx, p_weight, tl.arange(0, BR), R)
+                of_reads = load_entries(p_idx, p_weight, tl.arange(0, BR), R)
                 if step > 0:
                     _wait(p_before, C + tiles)
-                inter = _row_sum(p_bank, p_idx, p_weight, of_reads, o_d, m_d, num_slots, D, R, BR, BD, "evict_first")
+                inter = row_sum(p_bank, p_idx, p_weight, of_reads, o_d, m_d, num_slots, D, R, BR, BD, "evict_first")
                 tl.store(p_inter + token * D + o_d, inter, mask=m_d)
                 _count(p_counters + MULTIPLIED)
 
@@ -383,6 +384,7 @@ class StepFlowConfig:
     def from_shapes(
         streams: int, chunk: int, writes: int, reads: int, head_dim: int, itemsize: int, processors: int
     ) -> StepFlowConfig:
+        """`processors`: of the device; what depends on them reaches no bit."""
         gather = TokenGatherConfig.from_shapes(writes, reads, head_dim, itemsize)
         config = StepFlowConfig(
             gather=gather,
@@ -422,7 +424,7 @@ class FlowMemory(NamedTuple):
 
 
 def empty_flow_memory(steps: int, streams: int, chunk: int, head_dim: int, like: Tensor) -> FlowMemory:
-    parts = triton.cdiv(head_dim, TokenGatherConfig.from_shapes(1, 1, head_dim, like.element_size()).columns)
+    parts = triton.cdiv(head_dim, columns_per_program(head_dim, like.element_size()))
     counters = like.new_empty(steps, streams * parts, COUNTERS.value, dtype=torch.int32)
     u, inter, delta = (like.new_empty(streams, chunk, head_dim, dtype=torch.float32) for _ in range(3))
     return FlowMemory(u, inter, delta, counters)
@@ -431,8 +433,10 @@ def empty_flow_memory(steps: int, streams: int, chunk: int, head_dim: int, like:
 class RawRows(NamedTuple):
     """Where a saving launch keeps raw rows, of its first step; those of the next one are behind all streams' of it."""
 
-    writer: str  # the stage that stores them: "gather" or "write"
-    ordinals: Tensor  # [steps, P, C, W] int32 the group's ordinal at its slot's first write in the chunk, -1 elsewhere
+    writer: str | None  # the stage that stores them: "gather" or "write"
+    ordinals: (
+        Tensor | None
+    )  # [steps, P, C, W] int32 the group's ordinal at its slot's first write in the chunk, -1 elsewhere
     snapshot: Tensor  # [P * E, D] row p * E + ordinal
     retrieved: Tensor  # [P, C, D] float32, which the gather stores
     all_streams: int

@@ -23,21 +23,21 @@ from .step_table import from_table
 
 
 @triton.jit
-def _entries(p_idx, p_weight, o_n, N: tl.constexpr):
+def load_entries(p_idx, p_weight, o_n, N: tl.constexpr):
     """The slots and weights of a token's entries o_n."""
     m_n = o_n < N
     return tl.load(p_idx + o_n, mask=m_n, other=-1), tl.load(p_weight + o_n, mask=m_n, other=0.0)
 
 
 @triton.jit
-def _rows(p_bank, slot, m_n, o_d, m_d, D, EVICT: tl.constexpr):
+def load_rows(p_bank, slot, m_n, o_d, m_d, D, EVICT: tl.constexpr):
     """Columns o_d of the bank's rows `slot` [N], zero where not m_n: [N, BD], as the bank has them."""
     at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
     return tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
-def _row_sum(
+def row_sum(
     p_bank,
     p_idx,
     p_weight,
@@ -62,7 +62,7 @@ def _row_sum(
     for n in tl.static_range(0, N, BN):
         o_n = n + tl.arange(0, BN)
         m_n = (idx >= 0) & (idx < num_slots)
-        rows = _rows(p_bank, idx, m_n, o_d, m_d, D, EVICT)
+        rows = load_rows(p_bank, idx, m_n, o_d, m_d, D, EVICT)
         weight = tl.where(m_n, weight, 0.0)
         if p_ordinal is not None:
             ordinal = tl.load(p_ordinal + o_n, mask=o_n < N, other=-1)
@@ -70,7 +70,7 @@ def _row_sum(
             at = ordinal.to(tl.int64)[:, None] * D + o_d[None, :]
             tl.store(p_snapshot + at, rows, mask=keep[:, None] & m_d[None, :], eviction_policy="evict_first")
         if n + BN < N:  # while the rows come
-            idx, following = _entries(p_idx, p_weight, o_n + BN, N)
+            idx, following = load_entries(p_idx, p_weight, o_n + BN, N)
         total += tl.sum(rows.to(tl.float32) * weight[:, None], axis=0)
         if n + BN < N:
             weight = following
@@ -113,18 +113,23 @@ def _token_gather_kernel(
     m_d = o_d < D
     # The rows to be written come last, so that the write finds them in the cache.
     p_idx, p_weight = p_q_idx + token * R, p_q_w + token * R
-    entries = _entries(p_idx, p_weight, tl.arange(0, BR), R)
-    inter = _row_sum(p_bank, p_idx, p_weight, entries, o_d, m_d, num_slots, D, R, BR, BD, EVICT)
+    entries = load_entries(p_idx, p_weight, tl.arange(0, BR), R)
+    inter = row_sum(p_bank, p_idx, p_weight, entries, o_d, m_d, num_slots, D, R, BR, BD, EVICT)
     tl.store(p_inter + token * D + o_d, inter, mask=m_d)
     p_idx, p_weight = p_k_idx + token * W, p_k_eff + token * W
-    entries = _entries(p_idx, p_weight, tl.arange(0, BW), W)
-    retrieved = _row_sum(p_bank, p_idx, p_weight, entries, o_d, m_d, num_slots, D, W, BW, BD, "")
+    entries = load_entries(p_idx, p_weight, tl.arange(0, BW), W)
+    retrieved = row_sum(p_bank, p_idx, p_weight, entries, o_d, m_d, num_slots, D, W, BW, BD, "")
     if KEEP:
         tl.store(p_kept + token * D + o_d, retrieved, mask=m_d)
     if RESIDUAL:
         v = tl.load(p_v + token * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         retrieved = tl.load(p_beta + token) * (v - retrieved)
     tl.store(p_retrieved + token * D + o_d, retrieved, mask=m_d)
+
+
+def columns_per_program(head_dim: int, itemsize: int) -> int:
+    """Pieces of 128 bytes of a row, or all of a shorter one."""
+    return min(128 // itemsize, triton.next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,10 @@ class TokenGatherConfig:
 
     @staticmethod
     def from_shapes(writes: int, reads: int, head_dim: int, itemsize: int) -> TokenGatherConfig:
-        # Pieces of 128 bytes. Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64
+        # Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64
         # columns and 32 rows per load; 12.3 with 32 columns, 11.2 with 128, 15.4 with two warps, 27.1 with four.
         return TokenGatherConfig(
-            columns=min(128 // itemsize, triton.next_power_of_2(head_dim)),
+            columns=columns_per_program(head_dim, itemsize),
             rows_w=min(32, triton.next_power_of_2(writes)),
             rows_r=min(32, triton.next_power_of_2(reads)),
             warps=1,

@@ -119,7 +119,11 @@ def _slab_form(shape: ForwardShape) -> Slab:
     like = torch.empty(0, dtype=shape.dtype, device="meta")
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
-    values = (*lead[1:], shape.head_dim)
+    stepping: FlowMemory | StepMemory = empty_flow_memory(*lead, shape.head_dim, like)
+    if shape.by_step:
+        of_step = (*lead[1:], shape.head_dim)
+        sizes = ((shape.steps, *of_step), (shape.steps, *of_step), of_step)
+        stepping = StepMemory(*(make(size, dtype=torch.float32) for size in sizes))
     return Slab(
         staged=empty_staged(
             lead, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
@@ -130,11 +134,7 @@ def _slab_form(shape: ForwardShape) -> Slab:
         ordinals=make((*lead, shape.writes), dtype=torch.int32) if shape.mode and not shape.by_step else None,
         X=make((*lead, shape.chunk), dtype=torch.float32),
         QX=make((*lead, shape.chunk), dtype=torch.float32),
-        stepping=StepMemory(
-            *(make(x, dtype=torch.float32) for x in ((shape.steps, *values), (shape.steps, *values), values))
-        )
-        if shape.by_step
-        else empty_flow_memory(*lead, shape.head_dim, like),
+        stepping=stepping,
     )
 
 
@@ -156,11 +156,11 @@ class Saving(NamedTuple):
             return None
         return StepRows(self.saved.snapshot[step], self.saved.scales[step], self.mode)
 
-    def raw_rows(self, writer: str, ordinals: Tensor, step: int) -> RawRows:
-        """What one launch for all steps from this one on is given, for that stage to store raw rows in."""
+    def raw_rows(self, ordinals: Tensor | None, step: int) -> RawRows:
+        """What one launch for all steps from this one on is given to store rows in."""
         retrieved = self.saved.retrieved
-        all_streams = retrieved.stride(0) // retrieved.stride(1)
-        return RawRows(writer, ordinals, self.saved.snapshot[step], retrieved[step], all_streams)
+        all_streams = retrieved.stride(0) // retrieved.stride(1)  # where these are some of them, too
+        return RawRows(self.declared.writer, ordinals, self.saved.snapshot[step], retrieved[step], all_streams)
 
 
 class _SlabStages:
@@ -262,9 +262,7 @@ class _SlabLoop:
         if isinstance(values, StepMemory):
             run_in_order(_SlabStages(self.bank, table, slab, values, shape, saving, self.first), shape.steps)
             return
-        rows = None
-        if saving is not None and shape.writer is not None and slab.ordinals is not None:
-            rows = saving.raw_rows(shape.writer, slab.ordinals, self.first)
+        rows = None if saving is None else saving.raw_rows(slab.ordinals, self.first)
         leads = (slab.scratch.lead_value, slab.scratch.lead_index)
         matrices, first_token = (slab.X, slab.QX), self.first * shape.chunk
         step_flow_call(

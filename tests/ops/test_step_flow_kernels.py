@@ -11,6 +11,7 @@ import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ from tests.interpreted import in_the_interpreter, run_interpreted, without_the_i
 pytest.importorskip("triton")
 from sdm_compile.ops import step_flow_kernels, write_read_cuda
 from sdm_compile.ops.bound import KernelCall
+from sdm_compile.ops.launch import own_memory
+from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.step_flow_kernels import StepFlowConfig
+from sdm_compile.ops.write_read_cuda import Saving
+from sdm_compile.ops.write_read_ops import empty_saved
 from tests import loops
 
 WIDE = Case("six units", streams=2, tokens=11, writes=3, reads=4, head_dim=70, slots=9, chunk_size=4)
@@ -53,6 +58,31 @@ def test_how_much_later_a_unit_goes_on_changes_no_bit(later: tuple[int, int], mo
 
     monkeypatch.setattr(StepFlowConfig, "from_shapes", staticmethod(changed))
     assert_same_bits(outputs(WIDE, torch.float32, slab=4), expected)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("writer", ["gather", "write"])
+def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
+    """Staged ids never are; the launch looks all the same before it touches a row."""
+    memory, *inputs = WIDE.make(torch.float32)
+    far, found = len(memory) + 3, []
+    for instead in (far, -1):
+        bank, readings = memory.clone(), torch.zeros_like(inputs[2])
+        saved = empty_saved(memory, inputs[0], inputs[5], WIDE.chunk_size, "none")
+        saved = saved.unflattened(3, WIDE.streams, WIDE.chunk_size, WIDE.writes)
+        saved.snapshot.fill_(7.0)
+        saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
+        with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: 1):
+            [[loop, *_]] = write_read_cuda.call_loops(bank, inputs, WIDE.chunk_size, readings, saving)
+        slab = own_memory(loop, bank.device)
+        loop.stage(slab)
+        loop.couple(slab, None)
+        for ids in (slab.staged.k_idx, slab.staged.q_idx):
+            assert (ids == 2).any()
+            ids[ids == 2] = instead
+        loop.steps(slab, None)
+        found.append([bank, readings, saved.snapshot, saved.retrieved[:1]])
+    assert_same_bits(*found)
 
 
 @without_the_interpreter
