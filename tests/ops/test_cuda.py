@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,6 +123,22 @@ def test_many_steps_in_any_slabs_launched_either_way(dtype: torch.dtype, monkeyp
                     got = sdm_write_read(memory, *inputs, **settings)
                 graph.replay()
                 assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["none", "fp8"])
+@pytest.mark.parametrize(("chunk", "head_dim"), [(33, 64), (64, 64), (256, 1024)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_large_chunks_launched_either_way(
+    dtype: torch.dtype, chunk: int, head_dim: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the products of the two take other instructions; in float32 through tf32, which shows every bit of them."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    (memory, *inputs), settings = call(replace(MANY_STEPS, tokens=600, chunk_size=chunk, head_dim=head_dim), dtype)
+    inputs[2].requires_grad_(mode == "fp8")
+    expected = sdm_write_read(memory, *inputs, **settings)
+    monkeypatch.setattr(write_read_cuda, "runs_by_step", lambda *_: True)
+    free_captured_loops()
+    assert_same_bits(sdm_write_read(memory, *inputs, **settings | {"snapshot_quant": mode}), expected)
 
 
 def test_a_stream_does_not_depend_on_its_batch() -> None:

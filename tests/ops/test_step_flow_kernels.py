@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +26,8 @@ from tests.harness import assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 
 pytest.importorskip("triton")
+from triton.runtime import interpreter
+
 from sdm_compile.ops import step_flow_kernels, write_read_cuda
 from sdm_compile.ops.bound import KernelCall
 from sdm_compile.ops.launch import own_memory
@@ -58,6 +62,50 @@ def test_how_much_later_a_unit_goes_on_changes_no_bit(later: tuple[int, int], mo
 
     monkeypatch.setattr(StepFlowConfig, "from_shapes", staticmethod(changed))
     assert_same_bits(outputs(WIDE, torch.float32, slab=4), expected)
+
+
+class WouldWait(Exception):
+    """A program has to wait; it has stored nothing yet."""
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("seed", range(2))
+def test_programs_may_run_in_any_order_that_their_waits_allow(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that did not wait for what it takes, or for what it overwrites, would change bits."""
+    expected = outputs(WIDE, torch.float32, slab=2)
+    random, counted, launch = Random(seed), step_flow_kernels._counted, KernelCall.launch
+    builder = type(interpreter.interpreter_builder)
+    chosen: list[int] = []
+    waited: list[int] = []
+
+    def run(call: KernelCall) -> None:
+        if call.kernel is not step_flow_kernels._step_flow_kernel:
+            launch(call)
+            return
+        left = list(range(call.grid[0]))
+        while left:
+            chosen[:] = [left.pop(random.choice([-1, random.randrange(len(left))]) % len(left))]
+            try:
+                launch(call._replace(grid=(1,)))
+            except interpreter.InterpreterError as error:
+                if WouldWait.__name__ not in str(error):
+                    raise
+                waited.append(chosen[0])
+                left.insert(0, chosen[0])
+        chosen.clear()
+
+    def place(self: Any, x: int, y: int, z: int) -> None:
+        self.grid_idx = (chosen[0] if chosen else x, y, z)
+
+    def wait(p_counter: Any, count: Any) -> None:
+        if counted(p_counter) < count:
+            raise WouldWait
+
+    monkeypatch.setattr(step_flow_kernels, "_wait", wait)
+    monkeypatch.setattr(KernelCall, "launch", run)
+    monkeypatch.setattr(builder, "set_grid_idx", place)
+    assert_same_bits(outputs(WIDE, torch.float32, slab=2), expected)
+    assert len(waited) > 100
 
 
 @in_the_interpreter
