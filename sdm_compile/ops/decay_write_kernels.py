@@ -2,7 +2,8 @@
 
 decay-and-write   one program updates G groups' rows, BD columns of each
 entry slots       one program gives the writes of G groups their slots
-backward          one program makes the gradients of G groups' rows, BD columns of each, and the parts of the decays'
+backward          one program makes the gradients of G groups' rows, BD columns of each, and the parts of the
+                  decays'
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -153,10 +154,13 @@ class _Captured:
 
 
 @dataclass
-class _Replays:
+class _Replays(ABC):
     """The graphs of a loop, whatever its launches beside them are."""
 
     captured: _Captured
+
+    def stage(self) -> None:
+        self._launch("stage")
 
     def couple(self) -> None:
         self.captured.couple_graph.replay()
@@ -165,15 +169,18 @@ class _Replays:
         if self.captured.steps_graph is not None:
             self.captured.steps_graph.replay()
         else:
-            self.launch_steps()
-
-    def launch_steps(self) -> None:
-        """The steps of a loop that has no graph of them."""
-        raise NotImplementedError
+            self._launch("steps")
 
     def conclude(self) -> None:
         if self.captured.conclude_graph is not None:
             self.captured.conclude_graph.replay()
+
+    def read(self) -> None:
+        self._launch("read")
+
+    @abstractmethod
+    def _launch(self, part: str) -> None:
+        """Launches a part that is no graph."""
 
 
 @dataclass
@@ -184,25 +191,22 @@ class _Built(_Replays):
     tensors: Sequence[Tensor] | None
     launches: dict[str, list[RecordedLaunch] | None]  # of each part that is launched, as far as it has come
 
-    def stage(self) -> None:
-        self._launch("stage", self._stage)
-
-    def launch_steps(self) -> None:
-        self._launch("steps", lambda: self.loop.steps(self.captured.memory, None))
-
-    def read(self) -> None:
-        self._launch("read", lambda: self.loop.read(self.captured.memory))
-
-    def _stage(self) -> None:
-        self.loop.stage(self.captured.memory)
-        if self.captured.table is not None:
-            write_table(self.captured.table, self.loop.addresses())
-
-    def _launch(self, part: str, work: Callable[[], None]) -> None:
+    def _launch(self, part: str) -> None:
         if self.tensors is None:
-            work()
+            self._build(part)
         else:
-            self.launches[part] = record(work, self.tensors, self.captured.own)
+            self.launches[part] = record(lambda: self._build(part), self.tensors, self.captured.own)
+
+    def _build(self, part: str) -> None:
+        memory, table = self.captured.memory, self.captured.table
+        if part == "steps":
+            self.loop.steps(memory, None)
+        elif part == "read":
+            self.loop.read(memory)
+        else:
+            self.loop.stage(memory)
+            if table is not None:
+                write_table(table, self.loop.addresses())
 
 
 @dataclass
@@ -211,15 +215,6 @@ class _Recorded(_Replays):
 
     launches: dict[str, list[RecordedLaunch]]  # of each part that is launched
     addresses: Sequence[int] = ()  # of the call's tensors
-
-    def stage(self) -> None:
-        self._launch("stage")
-
-    def launch_steps(self) -> None:
-        self._launch("steps")
-
-    def read(self) -> None:
-        self._launch("read")
 
     def _launch(self, part: str) -> None:
         for launch in self.launches[part]:

@@ -18,7 +18,7 @@ that none that waits keeps out one that it waits for. Every sum has a fixed orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -189,9 +189,7 @@ def _write(
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later"),
-    ]
+    do_not_specialize=["steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later"]
 )
 def _step_flow_kernel(
     p_bank,
@@ -273,24 +271,9 @@ def _step_flow_kernel(
                 awaited = p_counters + GATHERED
                 done = p_counters + MULTIPLIED
                 _multiply(
-                    p_X,
-                    p_u,
-                    p_inter,
-                    p_delta,
-                    awaited,
-                    C,
-                    done,
-                    first_row,
-                    first_column,
-                    D,
-                    C,
-                    C,
-                    BM,
-                    BN,
-                    BK,
-                    PRECISION,
-                    False,
-                )
+                    p_X, p_u, p_inter, p_delta, awaited, C, done, first_row, first_column, D, C,
+                    C, BM, BN, BK, PRECISION, False,
+                )  # fmt: skip
             else:
                 p_QX += chunk * C * C
                 t = first_token + step * C
@@ -298,47 +281,16 @@ def _step_flow_kernel(
                 awaited = p_counters + MULTIPLIED
                 done = p_counters + WRITTEN
                 _multiply(
-                    p_QX,
-                    p_u,
-                    p_inter,
-                    p_readings,
-                    awaited,
-                    C + tiles,
-                    done,
-                    first_row,
-                    first_column,
-                    D,
-                    tokens - t,
-                    C,
-                    BM,
-                    BN,
-                    BK,
-                    PRECISION,
-                    True,
-                )
+                    p_QX, p_u, p_inter, p_readings, awaited, C + tiles, done, first_row, first_column, D, tokens - t,
+                    C, BM, BN, BK, PRECISION, True,
+                )  # fmt: skip
         elif n < 2 * tiles + C:
             p_decay += chunk * (C * W)
             p_link += chunk * (C * W)
             _write(
-                p_bank,
-                p_k_idx,
-                p_decay,
-                p_write_w,
-                p_link,
-                p_delta,
-                p_ordinal,
-                p_snapshot,
-                p_counters,
-                C + tiles,
-                n - 2 * tiles,
-                o_d,
-                m_d,
-                num_slots,
-                D,
-                W,
-                BX,
-                WRITER == "write",
-            )
+                p_bank, p_k_idx, p_decay, p_write_w, p_link, p_delta, p_ordinal, p_snapshot, p_counters, C + tiles,
+                n - 2 * tiles, o_d, m_d, num_slots, D, W, BX, WRITER == "write",
+            )  # fmt: skip
         else:
             token = (n - 2 * tiles) % C
             p_before = p_counters - units.to(tl.int64) * COUNTERS + WRITTEN
@@ -377,33 +329,31 @@ class StepFlowConfig:
     tile: int
     inner: int
     registers: int
-    multiply_later: int
-    write_later: int
 
     @staticmethod
-    def from_shapes(
-        streams: int, chunk: int, writes: int, reads: int, head_dim: int, itemsize: int, processors: int
-    ) -> StepFlowConfig:
-        """`processors`: of the device; what depends on them reaches no bit."""
+    def from_shapes(chunk: int, writes: int, reads: int, head_dim: int, itemsize: int) -> StepFlowConfig:
         gather = TokenGatherConfig.from_shapes(writes, reads, head_dim, itemsize)
-        config = StepFlowConfig(
+        return StepFlowConfig(
             gather=gather,
-            # Measured on an H200, us per step of 8 streams of 64 tokens, 64 writes and 1024 columns: 70 with 8 rows of
-            # 64 columns, 80 registers and 24 programs per processor; 73 with 4 rows and 28 programs, 78 with 16 and 20.
-            # Where registers do not suffice, 114: the compiler's own choice of registers is no better than 80.
+            # Measured on an H200, us per step of 8 streams of 64 tokens, 64 writes and 1024 columns, without readings:
+            # 68.1 with 8 rows of 64 columns and 80 registers, so that 24 programs fit a processor; 70.5 with the
+            # compiler's 96 registers, 69.9 with 4 rows and 72.
             rows=min(1024 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
             tile=16,
             inner=min(32, max(16, triton.next_power_of_2(chunk))),
             registers=80,
-            multiply_later=1,
-            write_later=1,
         )
-        # What runs at a time, and half as much again. A write must not come behind the gather of the step after it.
-        # Measured likewise, with 16, 20, 24 and 28 ticks: 71, 70, 70 and 71; with 4 streams of 768 columns and 10, 16
-        # and 24: 27.5, 25.8 and 24.8.
-        units, running = streams * config.parts(head_dim), 24 * processors / config.programs(chunk)
-        later = max(1, min(round(1.5 * running), units // 2))
-        return replace(config, multiply_later=-(-later // 2), write_later=later)
+
+    def lags(self, streams: int, chunk: int, head_dim: int, processors: int) -> tuple[int, int]:
+        """How many ticks after its gathers a unit multiplies, and writes; which reaches no bit.
+
+        What runs at a time, and half as much again; but a write must not come behind the gather of the step after it.
+        Measured on an H200, us per step of 8 streams of 1024 columns, with 20, 24 and 28 ticks: 70.0, 69.9 and 71.1;
+        of 4 streams of 768, with 10, 16 and 24: 27.5, 25.8 and 24.8.
+        """
+        running = 24 * processors / self.programs(chunk)
+        write_later = max(1, min(round(1.5 * running), streams * self.parts(head_dim) // 2))
+        return -(-write_later // 2), write_later
 
     def parts(self, head_dim: int) -> int:
         """Units per chunk."""
@@ -434,9 +384,7 @@ class RawRows(NamedTuple):
     """Where a saving launch keeps raw rows, of its first step; those of the next one are behind all streams' of it."""
 
     writer: str | None  # the stage that stores them: "gather" or "write"
-    ordinals: (
-        Tensor | None
-    )  # [steps, P, C, W] int32 the group's ordinal at its slot's first write in the chunk, -1 elsewhere
+    ordinals: Tensor | None  # [steps, P, C, W] int32, see `launch_phase1`
     snapshot: Tensor  # [P * E, D] row p * E + ordinal
     retrieved: Tensor  # [P, C, D] float32, which the gather stores
     all_streams: int
@@ -462,7 +410,8 @@ def step_flow_call(
     steps, streams, chunk, writes = staged.k_idx.shape
     reads, (num_slots, width), tokens = staged.q_idx.shape[3], bank.shape, readings.shape[1]
     processors = torch.cuda.get_device_properties(bank.device).multi_processor_count if bank.is_cuda else 1
-    config = StepFlowConfig.from_shapes(streams, chunk, writes, reads, width, bank.element_size(), processors)
+    config = StepFlowConfig.from_shapes(chunk, writes, reads, width, bank.element_size())
+    lags = config.lags(streams, chunk, width, processors)
     ordinals, snapshot, kept, all_streams = None, None, None, streams
     if saving is not None:
         ordinals, snapshot, kept, all_streams = saving[1:]
@@ -471,7 +420,6 @@ def step_flow_call(
         *(fields.write_w, *leads, *memory, readings, ordinals, snapshot, kept),
     )
     sizes = (num_slots, width, steps, streams, all_streams, tokens, first_token)
-    later = (config.multiply_later, config.write_later)
     options = dict(
         C=chunk,
         W=writes,
@@ -489,5 +437,5 @@ def step_flow_call(
         maxnreg=config.registers,
         enable_fp_fusion=True,
     )
-    ticks = steps * streams * config.parts(width) + config.write_later
-    return KernelCall(_step_flow_kernel, (ticks * config.programs(chunk),), (*tensors, *sizes, *later), options)
+    ticks = steps * streams * config.parts(width) + lags[1]
+    return KernelCall(_step_flow_kernel, (ticks * config.programs(chunk),), (*tensors, *sizes, *lags), options)

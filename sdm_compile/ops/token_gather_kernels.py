@@ -141,8 +141,8 @@ class TokenGatherConfig:
 
     @staticmethod
     def from_shapes(writes: int, reads: int, head_dim: int, itemsize: int) -> TokenGatherConfig:
-        # Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64
-        # columns and 32 rows per load; 12.3 with 32 columns, 11.2 with 128, 15.4 with two warps, 27.1 with four.
+        # Measured on an H200, us per step of 128 tokens x 128 rows x 2 KB: 10.9 with one warp, 64 columns and 32 rows
+        # per load; 12.3 with 32 columns, 11.2 with 128, 15.4 with two warps, 27.1 with four.
         return TokenGatherConfig(
             columns=columns_per_program(head_dim, itemsize),
             rows_w=min(32, triton.next_power_of_2(writes)),

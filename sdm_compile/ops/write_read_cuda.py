@@ -55,9 +55,9 @@ def working_bytes(bank: Tensor, streams: int, training: bool) -> int:
 def slab_steps(limit: int, steps: int) -> int:
     """Steps per slab, a power of two, of a call of so many steps of which `limit` at a time fit into working memory.
 
-    Measured on an H200, ms per call: 512 steps in 8 slabs 12.9, in 15 13.2; 128 steps in 5, 10 and 20 slabs 12.5, 12.0
-    and 12.1; 16 steps of a chunk of 256 in 2, 4 and 8 slabs 5.6, 5.0 and 5.1, and, twice as large, in 4 and 8 9.6 and
-    10.1.
+    Measured on an H200 with launches for each step, ms per call: 512 steps in 8 slabs 12.9, in 15 13.2; 128 steps in
+    5, 10 and 20 slabs 12.5, 12.0 and 12.1; 16 steps of a chunk of 256 in 2, 4 and 8 slabs 5.6, 5.0 and 5.1, and, twice
+    as large, in 4 and 8 9.6 and 10.1.
     """
     most = max(1, min(SLAB_STEPS, limit, steps // SLABS))
     return 1 << (most.bit_length() - 1)

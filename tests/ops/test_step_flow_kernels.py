@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -55,12 +54,7 @@ def outputs(case: Case, dtype: torch.dtype, slab: int) -> list[Tensor]:
 @pytest.mark.parametrize("later", [(1, 1), (1, 6), (3, 4), (6, 6)])
 def test_how_much_later_a_unit_goes_on_changes_no_bit(later: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outputs(WIDE, torch.float32, slab=4)
-    of_shapes = StepFlowConfig.from_shapes
-
-    def changed(*args: int) -> StepFlowConfig:
-        return replace(of_shapes(*args), multiply_later=later[0], write_later=later[1])
-
-    monkeypatch.setattr(StepFlowConfig, "from_shapes", staticmethod(changed))
+    monkeypatch.setattr(StepFlowConfig, "lags", lambda *args: later)
     assert_same_bits(outputs(WIDE, torch.float32, slab=4), expected)
 
 
@@ -137,8 +131,9 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
 def test_a_write_never_comes_behind_the_gather_of_the_next_step() -> None:
     sizes = itertools.product((1, 3, 64), (1, 17, 256), (1, 64), (1, 64, 1000, 16384), (2, 4), (1, 132))
     for streams, chunk, writes, head_dim, itemsize, processors in sizes:
-        config = StepFlowConfig.from_shapes(streams, chunk, writes, 5, head_dim, itemsize, processors)
-        assert 1 <= config.multiply_later <= config.write_later <= streams * config.parts(head_dim)
+        config = StepFlowConfig.from_shapes(chunk, writes, 5, head_dim, itemsize)
+        multiply_later, write_later = config.lags(streams, chunk, head_dim, processors)
+        assert 1 <= multiply_later <= write_later <= streams * config.parts(head_dim)
         assert config.parts(head_dim) * config.gather.columns >= head_dim
 
 
