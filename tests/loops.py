@@ -52,7 +52,7 @@ def forward(
 ) -> None:
     """`write_read_cuda` in slabs of so many steps, a power of two; by_step: other than as it would choose to launch."""
     with (
-        patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab),
+        patch.object(write_read_cuda, "slab_steps", lambda steps, fits: slab),
         patch.object(write_read_cuda, "runs_by_step", runs_by_step if by_step is None else lambda mode: by_step),
     ):
         loops = write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving, repeat_count(bank.device))
@@ -61,5 +61,5 @@ def forward(
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:
     """`backward_cuda` in slabs of so many steps, a power of two."""
-    with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: slab):
+    with patch.object(write_read_cuda, "slab_steps", lambda steps, fits: slab):
         _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)), call.bank.device)

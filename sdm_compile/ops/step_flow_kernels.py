@@ -30,13 +30,20 @@ from .bound import KernelCall
 from .decay_write_kernels import write_delta, write_more
 from .dual_matmul_kernels import matmul_precision
 from .layout import ChunkFields, Staged
-from .snapshot_tiles import convert
-from .token_gather_kernels import TokenGatherConfig, columns_per_program, load_entries, load_rows, row_sum
+from .row_writes_kernels import RowWrites, empty_row_writes
+from .snapshot_tiles import INTERPRETED, convert
+from .token_gather_kernels import (
+    TokenGatherConfig,
+    columns_per_program,
+    has_slot,
+    load_entries,
+    row_addresses,
+    row_sum,
+)
 
 # A unit's counters: how many programs have gathered rows to write; have multiplied, or gathered rows to read; have
 # written, or made readings.
 GATHERED, MULTIPLIED, WRITTEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 COUNTERS = tl.constexpr(32)  # int32 that a unit has, so that it shares its cache line with no other
 
 
@@ -83,7 +90,7 @@ def _multiply(
     p_counter,
     first_row,
     first_column,
-    D,
+    D: tl.constexpr,
     left,
     C: tl.constexpr,
     BM: tl.constexpr,
@@ -118,25 +125,32 @@ def _multiply(
 
 
 @triton.jit
-def _links(p_k_idx, p_decay, p_write_w, p_link, o_w, num_slots, W: tl.constexpr):
-    """Of a token's writes o_w: their slots; whether each is its slot's first; decay and weight; the slot's next entry.
-    Without a slot they hold anything."""
-    m_w = o_w < W
-    slot = tl.load(p_k_idx + o_w, mask=m_w, other=-1)
-    decay = tl.load(p_decay + o_w, mask=m_w, other=-1.0)
-    weight = tl.load(p_write_w + o_w, mask=m_w, other=0.0)
-    link = tl.load(p_link + o_w, mask=m_w, other=-1)
-    first = (slot >= 0) & (slot < num_slots) & ~(decay < 0)  # NaN too
-    return slot, first, decay, weight, tl.where(first, link, -1)
+def _next_rows(p_slot, p_decay, p_weight, o_n, left):
+    """Slots, decays and weights of rows o_n, of which `left` are left; -1 is no slot."""
+    m_n = o_n < left
+    slot = tl.load(p_slot + o_n, mask=m_n, other=-1)
+    return slot, tl.load(p_decay + o_n, mask=m_n, other=0.0), tl.load(p_weight + o_n, mask=m_n, other=0.0)
+
+
+@triton.jit
+def _save_rows(p_snapshot, p_ordinal, raw, o_n, left, held, D: tl.constexpr):
+    """Rows o_n, of which `left` are left, as the bank has them, into the chunk's rows of the snapshot."""
+    ordinal = tl.load(p_ordinal + o_n, mask=o_n < left, other=0)
+    kept = convert(raw, p_snapshot.dtype.element_ty)
+    tl.store(row_addresses(p_snapshot, ordinal, D), kept, mask=held, eviction_policy="evict_first")
 
 
 @triton.jit
 def _write(
     p_bank,
-    p_k_idx,
+    p_slot,
     p_decay,
-    p_write_w,
+    p_weight,
     p_link,
+    p_shared,
+    p_rows,
+    p_write_w,
+    p_next,
     p_delta,
     p_ordinal,
     p_snapshot,
@@ -146,50 +160,85 @@ def _write(
     o_d,
     m_d,
     num_slots,
-    D,
+    D: tl.constexpr,
     W: tl.constexpr,
     BX: tl.constexpr,
+    BY: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """Writes the rows of which a token's writes are the first; all pointers but the bank's are those of the chunk."""
-    p_k_idx += token * W
+    """Writes a token's rows, BX at a time as long as other tokens write some of them too, and then BY at a time.
+
+    p_slot to p_rows: see RowWrites; p_write_w and p_next: weight and next entry by entry. Pointers are the chunk's."""
+    p_slot += token * W
     p_decay += token * W
-    p_weights, p_links = p_write_w + token * W, p_link + token * W
-    o_w = tl.arange(0, BX)
-    slot, first, decay, weight, link = _links(p_k_idx, p_decay, p_weights, p_links, o_w, num_slots, W)
+    p_weight += token * W
+    p_link += token * W
+    p_bank += o_d
+    p_delta += o_d
+    if STORE:
+        p_ordinal += token * W
+        p_snapshot += o_d
+    shared = tl.load(p_shared + token)
+    left = tl.load(p_rows + token)
+    o_x, o_y = tl.arange(0, BX), tl.arange(0, BY)
+    slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_x, left)
+    link = tl.load(p_link + o_x, mask=o_x < shared, other=-1)
     _wait(p_counters + MULTIPLIED, multiplied)
-    delta = tl.load(p_delta + token * D + o_d, mask=m_d, other=0.0)
-    for _n in range(0, W, BX):
-        raw = load_rows(p_bank, slot, first, o_d, m_d, D, "evict_first")
+    delta = tl.load(p_delta + token * D, mask=m_d, other=0.0)
+    while shared > 0:
+        held = has_slot(slot[:, None], num_slots) & m_d[None, :]
+        raw = tl.load(row_addresses(p_bank, slot, D), mask=held, other=0.0, eviction_policy="evict_first")
         # Nearly all slots have one write or two: what the second takes is asked for at once.
         second = link >= 0
         second_weight = tl.load(p_write_w + link, mask=second, other=0.0)
-        p_second = p_delta + (link // W)[:, None] * D + o_d[None, :]
+        p_second = row_addresses(p_delta, link // W, D)
         second_delta = tl.load(p_second, mask=second[:, None] & m_d[None, :], other=0.0)
-        link = tl.load(p_link + link, mask=second, other=-1)
+        link = tl.load(p_next + link, mask=second, other=-1)
         if STORE:
-            ordinal = tl.load(p_ordinal + token * W + o_w, mask=first, other=0)
-            at = ordinal.to(tl.int64)[:, None] * D + o_d[None, :]
-            kept = convert(raw, p_snapshot.dtype.element_ty)
-            tl.store(p_snapshot + at, kept, mask=first[:, None] & m_d[None, :], eviction_policy="evict_first")
-        o_w += BX
-        following = _links(p_k_idx, p_decay, p_weights, p_links, o_w, num_slots, W)
-        row = write_delta(raw.to(tl.float32) * decay[:, None], weight, delta[None, :])
+            _save_rows(p_snapshot, p_ordinal, raw, o_x, left, held, D)
+            p_ordinal += BX
+        p_slot += BX
+        p_decay += BX
+        p_weight += BX
+        p_link += BX
+        shared -= BX
+        left -= BX
+        following = _next_rows(p_slot, p_decay, p_weight, o_x, left)
+        following_link = tl.load(p_link + o_x, mask=o_x < shared, other=-1)
+        row = write_delta(convert(raw, tl.float32) * decay[:, None], weight, delta[None, :])
         row = tl.where(second[:, None], write_delta(row, second_weight, second_delta), row)
         while tl.max(link, axis=0) >= 0:
             more = link >= 0
             weight = tl.load(p_write_w + link, mask=more, other=0.0)
-            row = write_more(row, more, weight, p_delta + (link // W)[:, None] * D + o_d[None, :], m_d)
-            link = tl.load(p_link + link, mask=more, other=-1)
-        p_row = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
+            row = write_more(row, more, weight, row_addresses(p_delta, link // W, D), m_d)
+            link = tl.load(p_next + link, mask=more, other=-1)
         row = row.to(p_bank.dtype.element_ty)
-        tl.store(p_row, row, mask=first[:, None] & m_d[None, :], eviction_policy="evict_first")
-        slot, first, decay, weight, link = following
+        tl.store(row_addresses(p_bank, slot, D), row, mask=held, eviction_policy="evict_first")
+        slot, decay, weight = following
+        link = following_link
+    slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_y, left)
+    while left > 0:
+        held = has_slot(slot[:, None], num_slots) & m_d[None, :]
+        raw = tl.load(row_addresses(p_bank, slot, D), mask=held, other=0.0, eviction_policy="evict_first")
+        if STORE:
+            _save_rows(p_snapshot, p_ordinal, raw, o_y, left, held, D)
+            p_ordinal += BY
+        p_slot += BY
+        p_decay += BY
+        p_weight += BY
+        left -= BY
+        following = _next_rows(p_slot, p_decay, p_weight, o_y, left)
+        row = write_delta(convert(raw, tl.float32) * decay[:, None], weight, delta[None, :])
+        row = row.to(p_bank.dtype.element_ty)
+        tl.store(row_addresses(p_bank, slot, D), row, mask=held, eviction_policy="evict_first")
+        slot, decay, weight = following
     _count(p_counters + WRITTEN)
 
 
 @triton.jit(
-    do_not_specialize=["steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later"]
+    do_not_specialize=[
+        *("num_slots", "steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later")
+    ]
 )
 def _step_flow_kernel(
     p_bank,
@@ -202,8 +251,13 @@ def _step_flow_kernel(
     p_X,
     p_QX,
     p_write_w,
+    p_next,
+    p_slot,
     p_decay,
+    p_weight,
     p_link,
+    p_shared,
+    p_rows,
     p_u,
     p_inter,
     p_delta,
@@ -213,7 +267,7 @@ def _step_flow_kernel(
     p_snapshot,
     p_kept,
     num_slots,
-    D,
+    D: tl.constexpr,
     steps,
     streams,
     all_streams,
@@ -228,6 +282,7 @@ def _step_flow_kernel(
     BR: tl.constexpr,
     BD: tl.constexpr,
     BX: tl.constexpr,
+    BY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -252,7 +307,7 @@ def _step_flow_kernel(
         stream = ((unit % units) // parts).to(tl.int64)
         first_column = (unit % parts) * BD
         o_d = first_column + tl.arange(0, BD)
-        m_d = o_d < D
+        m_d = o_d < D if D % BD != 0 else tl.full([BD], True, tl.int1)
         chunk = step * streams + stream
         p_counters += unit.to(tl.int64) * COUNTERS
         p_u += stream * C * D
@@ -285,11 +340,11 @@ def _step_flow_kernel(
                     C, BM, BN, BK, PRECISION, True,
                 )  # fmt: skip
         elif n < 2 * tiles + C:
-            p_decay += chunk * (C * W)
-            p_link += chunk * (C * W)
+            first = chunk * (C * W)
             _write(
-                p_bank, p_k_idx, p_decay, p_write_w, p_link, p_delta, p_ordinal, p_snapshot, p_counters, C + tiles,
-                n - 2 * tiles, o_d, m_d, num_slots, D, W, BX, WRITER == "write",
+                p_bank, p_slot + first, p_decay + first, p_weight + first, p_link + first, p_shared + chunk * C,
+                p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters, C + tiles,
+                n - 2 * tiles, o_d, m_d, num_slots, D, W, BX, BY, WRITER == "write",
             )  # fmt: skip
         else:
             token = (n - 2 * tiles) % C
@@ -325,7 +380,8 @@ def _step_flow_kernel(
 @dataclass(frozen=True)
 class StepFlowConfig:
     gather: TokenGatherConfig
-    rows: int  # that a write takes at a time
+    shared_rows: int  # that a write takes at a time, of those that several tokens write
+    rows: int  # and of those that one token writes
     tile: int
     inner: int
     registers: int
@@ -338,10 +394,11 @@ class StepFlowConfig:
             # Measured on an H200, us per step of 8 streams of 64 tokens, 64 writes and 1024 columns, without readings:
             # 68.1 with 8 rows of 64 columns and 80 registers, so that 24 programs fit a processor; 70.5 with the
             # compiler's 96 registers, 69.9 with 4 rows and 72.
-            rows=min(1024 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
+            shared_rows=min(1024 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
+            rows=min(4096 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
             tile=16,
             inner=min(32, max(16, triton.next_power_of_2(chunk))),
-            registers=80,
+            registers=96,
         )
 
     def lags(self, streams: int, chunk: int, head_dim: int, processors: int) -> tuple[int, int]:
@@ -351,9 +408,13 @@ class StepFlowConfig:
         Measured on an H200, us per step of 8 streams of 1024 columns, with 20, 24 and 28 ticks: 70.0, 69.9 and 71.1;
         of 4 streams of 768, with 10, 16 and 24: 27.5, 25.8 and 24.8.
         """
-        running = 24 * processors / self.programs(chunk)
+        running = self.running() * processors / self.programs(chunk)
         write_later = max(1, min(round(1.5 * running), streams * self.parts(head_dim) // 2))
         return -(-write_later // 2), write_later
+
+    def running(self) -> int:
+        """Programs of one warp that run on a processor at a time."""
+        return 65536 // (32 * self.registers)
 
     def parts(self, head_dim: int) -> int:
         """Units per chunk."""
@@ -365,19 +426,23 @@ class StepFlowConfig:
 
 
 class FlowMemory(NamedTuple):
-    """Working memory of a launch: what a unit keeps from one of its programs to the next."""
+    """Working memory of a launch: what it is to write, and what a unit keeps from one of its programs to the next."""
 
+    rows: RowWrites
     u: Tensor  # [P, C, D] float32
     inter: Tensor  # [P, C, D] float32
     delta: Tensor  # [P, C, D] float32
     counters: Tensor  # [steps, units, COUNTERS] int32, zero before each launch
 
 
-def empty_flow_memory(steps: int, streams: int, chunk: int, head_dim: int, like: Tensor) -> FlowMemory:
+def empty_flow_memory(
+    steps: int, streams: int, chunk: int, writes: int, head_dim: int, like: Tensor, ordinals: bool
+) -> FlowMemory:
     parts = triton.cdiv(head_dim, columns_per_program(head_dim, like.element_size()))
     counters = like.new_empty(steps, streams * parts, COUNTERS.value, dtype=torch.int32)
     u, inter, delta = (like.new_empty(streams, chunk, head_dim, dtype=torch.float32) for _ in range(3))
-    return FlowMemory(u, inter, delta, counters)
+    rows = empty_row_writes((steps, streams, chunk), writes, like, ordinals)
+    return FlowMemory(rows, u, inter, delta, counters)
 
 
 class RawRows(NamedTuple):
@@ -394,7 +459,7 @@ def step_flow_call(
     bank: Tensor,
     staged: Staged,
     fields: ChunkFields,
-    leads: tuple[Tensor, Tensor],
+    links: Tensor,
     X: Tensor,
     QX: Tensor,
     memory: FlowMemory,
@@ -404,20 +469,22 @@ def step_flow_call(
 ) -> KernelCall:
     """All steps of a slab, in place on the bank, and their readings [P, T, D] from `first_token` on; all contiguous.
 
-    leads: [steps * P, E] by entry: exp(Lt) of its slot at the slot's first write and -1 at the others, float32; and the
-        slot's next entry or -1, int32.
+    links: [steps * P, E] int32, by entry: the slot's next entry, or -1.
     """
     steps, streams, chunk, writes = staged.k_idx.shape
     reads, (num_slots, width), tokens = staged.q_idx.shape[3], bank.shape, readings.shape[1]
     processors = torch.cuda.get_device_properties(bank.device).multi_processor_count if bank.is_cuda else 1
     config = StepFlowConfig.from_shapes(chunk, writes, reads, width, bank.element_size())
     lags = config.lags(streams, chunk, width, processors)
-    ordinals, snapshot, kept, all_streams = None, None, None, streams
+    rows, ordinals, snapshot, kept, all_streams = memory.rows, None, None, None, streams
     if saving is not None:
         ordinals, snapshot, kept, all_streams = saving[1:]
+        if saving.writer == "write":
+            ordinals = rows.ordinal
     tensors = (
         *(bank, staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w, staged.v, staged.beta, X, QX),
-        *(fields.write_w, *leads, *memory, readings, ordinals, snapshot, kept),
+        *(fields.write_w, links, rows.slot, rows.decay, rows.weight, rows.link, rows.shared, rows.rows),
+        *(*memory[1:], readings, ordinals, snapshot, kept),
     )
     sizes = (num_slots, width, steps, streams, all_streams, tokens, first_token)
     options = dict(
@@ -427,7 +494,8 @@ def step_flow_call(
         BW=config.gather.rows_w,
         BR=config.gather.rows_r,
         BD=config.gather.columns,
-        BX=config.rows,
+        BX=config.shared_rows,
+        BY=config.rows,
         BM=config.tile,
         BN=config.tile,
         BK=config.inner,

@@ -18,6 +18,7 @@ from .launch import eviction_hint
 from .slot_entries_kernels import entry_dots_call, entry_weights_call
 from .slot_groups_kernels import empty_slot_groups, launch_slot_groups
 from .snapshot import StepRows
+from .snapshot_tiles import convert
 from .step_bwd_kernels import Banks, SlotEntries, SlotRowsConfig, slot_rows_call
 from .step_table import from_table
 
@@ -30,10 +31,15 @@ def load_entries(p_idx, p_weight, o_n, N: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p_bank, slot, m_n, o_d, m_d, D, EVICT: tl.constexpr):
-    """Columns o_d of the bank's rows `slot` [N], zero where not m_n: [N, BD], as the bank has them."""
-    at = slot.to(tl.int64)[:, None] * D + o_d[None, :]
-    return tl.load(p_bank + at, mask=m_n[:, None] & m_d[None, :], other=0.0, eviction_policy=EVICT)
+def has_slot(slot, num_slots):
+    """Whether a slot is in the bank, and no -1: in one comparison."""
+    return slot.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
+
+
+@triton.jit
+def row_addresses(p_columns, slot, D: tl.constexpr):
+    """Of rows `slot` [N], from the addresses [BD] of their columns in row 0: [N, BD]."""
+    return p_columns[None, :] + slot[:, None].to(tl.int64) * D
 
 
 @triton.jit
@@ -45,7 +51,7 @@ def row_sum(
     o_d,
     m_d,
     num_slots,
-    D,
+    D: tl.constexpr,
     N: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -57,27 +63,28 @@ def row_sum(
 
     p_ordinal: of the rows to be saved, -1 elsewhere, into the chunk's rows at p_snapshot; None for none.
     """
-    total = tl.zeros([BD], tl.float32)
+    # Every fourth row to one of four sums, as four rows come at once; threads add theirs up at the end.
+    SUMS: tl.constexpr = min(BN, 4)
+    total = tl.zeros([SUMS, BD], tl.float32)
     idx, weight = entries
-    for n in tl.static_range(0, N, BN):
+    # Not unrolled, as the compiler cannot know the grid: it would ask for more rows at once than registers hold.
+    for n in range(0, N * tl.num_programs(2), BN):
         o_n = n + tl.arange(0, BN)
-        m_n = (idx >= 0) & (idx < num_slots)
-        rows = load_rows(p_bank, idx, m_n, o_d, m_d, D, EVICT)
-        weight = tl.where(m_n, weight, 0.0)
+        held = has_slot(idx[:, None], num_slots) & m_d[None, :]
+        rows = tl.load(row_addresses(p_bank + o_d, idx, D), mask=held, other=0.0, eviction_policy=EVICT)
+        weight = tl.where(has_slot(idx, num_slots), weight, 0.0)
         if p_ordinal is not None:
             ordinal = tl.load(p_ordinal + o_n, mask=o_n < N, other=-1)
-            keep = m_n & (ordinal >= 0)
-            at = ordinal.to(tl.int64)[:, None] * D + o_d[None, :]
-            tl.store(p_snapshot + at, rows, mask=keep[:, None] & m_d[None, :], eviction_policy="evict_first")
-        if n + BN < N:  # while the rows come
-            idx, following = load_entries(p_idx, p_weight, o_n + BN, N)
-        total += tl.sum(rows.to(tl.float32) * weight[:, None], axis=0)
-        if n + BN < N:
-            weight = following
-    return total
+            p_saved = row_addresses(p_snapshot + o_d, ordinal, D)
+            tl.store(p_saved, rows, mask=held & (ordinal >= 0)[:, None], eviction_policy="evict_first")
+        idx, following = load_entries(p_idx, p_weight, o_n + BN, N)  # while the rows come
+        products = convert(rows, tl.float32) * weight[:, None]
+        total += tl.sum(tl.reshape(products, [BN // SUMS, SUMS, BD]), axis=0)
+        weight = following
+    return tl.sum(total, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _token_gather_kernel(
     p_bank,
     p_table,
@@ -91,7 +98,7 @@ def _token_gather_kernel(
     p_inter,
     p_kept,
     num_slots,
-    D,
+    D: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
     BW: tl.constexpr,

@@ -353,7 +353,7 @@ def call_loops(call: Call, chunk_size: int) -> Iterator[list[_SlabLoop]]:
         grad_dtype=call.dM.dtype,
         all_streams=call.inputs[0].shape[0],
     )
-    for streams, slabs in cut(shape, call.bank, call.inputs, _slab_bytes(shape), training=True):
+    for streams, slabs in cut(shape, call.bank, call.inputs, _slab_bytes, training=True):
         part = call._replace(
             dreadings=None if call.dreadings is None else call.dreadings[streams],
             inputs=[x[streams] for x in call.inputs],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from .copy_kernels import copy_all
 from .decay_write_kernels import announce, decay_write_call
 from .dual_matmul_kernels import lower_matmul_call
 from .launch import Groups, replay, run_plainly
-from .layout import ChunkFields, Staged, StepGroups, empty, empty_chunk_fields, empty_staged, num_steps
+from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
+from .row_writes_kernels import row_writes_call
 from .situation import Situation, current_situation
 from .snapshot import NO_ROWS, SCALED_MODES, SnapshotMismatchError, SnapshotPlan, StepRows, agreed_writer
 from .solve_kernels import launch_solve
@@ -30,7 +31,7 @@ from .step_flow_kernels import FlowMemory, RawRows, empty_flow_memory, step_flow
 from .step_loop import run_in_order
 from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
-from .working_memory import memory_bytes
+from .working_memory import in_turn, memory_bytes
 from .write_read_bwd import Saved
 
 SLAB_STEPS = 64  # of a slab at most: what one captured loop, or one launch, holds
@@ -52,15 +53,17 @@ def working_bytes(bank: Tensor, streams: int, training: bool) -> int:
     return max((32 if training else 64) * MiB, by_bank, by_streams)
 
 
-def slab_steps(limit: int, steps: int) -> int:
-    """Steps per slab, a power of two, of a call of so many steps of which `limit` at a time fit into working memory.
+def slab_steps(steps: int, fits: Callable[[int], bool]) -> int:
+    """Steps per slab, a power of two, of a call of so many steps; `fits`: whether so many fit into working memory.
 
     Measured on an H200 with launches for each step, ms per call: 512 steps in 8 slabs 12.9, in 15 13.2; 128 steps in
     5, 10 and 20 slabs 12.5, 12.0 and 12.1; 16 steps of a chunk of 256 in 2, 4 and 8 slabs 5.6, 5.0 and 5.1, and, twice
     as large, in 4 and 8 9.6 and 10.1.
     """
-    most = max(1, min(SLAB_STEPS, limit, steps // SLABS))
-    return 1 << (most.bit_length() - 1)
+    size = 1 << (max(1, min(SLAB_STEPS, steps // SLABS)).bit_length() - 1)
+    while size > 1 and not fits(size):
+        size //= 2
+    return size
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ class Shape:
         k_idx, _, _, _, g, q_idx, _ = inputs
         sizes = (chunk, k_idx.shape[2], q_idx.shape[2], g.shape[2], bank.shape[1], bank.shape[0])
         return Shape(1, 1, *sizes, bank.dtype, torch.get_float32_matmul_precision())
+
+
+ShapeT = TypeVar("ShapeT", bound=Shape)
 
 
 @dataclass(frozen=True)
@@ -119,22 +125,36 @@ def _slab_form(shape: ForwardShape) -> Slab:
     like = torch.empty(0, dtype=shape.dtype, device="meta")
     lead = (shape.steps, shape.streams, shape.chunk)
     make = partial(empty, like=like)
-    stepping: FlowMemory | StepMemory = empty_flow_memory(*lead, shape.head_dim, like)
+    scratch = empty_phase1_scratch(shape.steps * shape.streams, shape.chunk * shape.writes, like)
+    fields = empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32)
+    matrices = {name: make((*lead, shape.chunk), dtype=torch.float32) for name in ("X", "QX")}
     if shape.by_step:
         of_step = (*lead[1:], shape.head_dim)
         sizes = ((shape.steps, *of_step), (shape.steps, *of_step), of_step)
-        stepping = StepMemory(*(make(size, dtype=torch.float32) for size in sizes))
+        stepping: FlowMemory | StepMemory = StepMemory(*(make(size, dtype=torch.float32) for size in sizes))
+    else:
+        # What Phase 1 is the last to read, and then what the steps take.
+        coupling, (stepping, matrices) = in_turn(
+            (
+                {name: x for name, x in scratch._asdict().items() if not name.startswith("lead")},
+                {name: x for name, x in fields._asdict().items() if name in WriteGroups._fields},
+            ),
+            (
+                empty_flow_memory(*lead, shape.writes, shape.head_dim, like, ordinals=shape.writer == "write"),
+                matrices,
+            ),
+        )
+        scratch, fields = scratch._replace(**coupling[0]), fields._replace(**coupling[1])
     return Slab(
         staged=empty_staged(
             lead, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
         ),
         silent=make(lead, dtype=torch.int8),
-        fields=empty_chunk_fields(lead[:2], shape.chunk, shape.writes, shape.reads, like, torch.float32),
-        scratch=empty_phase1_scratch(shape.steps * shape.streams, shape.chunk * shape.writes, like),
+        fields=fields,
+        scratch=scratch,
         ordinals=make((*lead, shape.writes), dtype=torch.int32) if shape.mode and not shape.by_step else None,
-        X=make((*lead, shape.chunk), dtype=torch.float32),
-        QX=make((*lead, shape.chunk), dtype=torch.float32),
         stepping=stepping,
+        **matrices,
     )
 
 
@@ -255,6 +275,8 @@ class _SlabLoop:
         launch_phase1(*inputs, fields, slab.scratch, not self.signature.by_step, slab.ordinals)
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
         if isinstance(slab.stepping, FlowMemory):
+            leads = (slab.scratch.lead_value, slab.scratch.lead_index)
+            row_writes_call(staged.k_idx, leads, fields.write_w, slab.ordinals, slab.stepping.rows).launch()
             slab.stepping.counters.zero_()
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
@@ -263,10 +285,9 @@ class _SlabLoop:
             run_in_order(_SlabStages(self.bank, table, slab, values, shape, saving, self.first), shape.steps)
             return
         rows = None if saving is None else saving.raw_rows(slab.ordinals, self.first)
-        leads = (slab.scratch.lead_value, slab.scratch.lead_index)
-        matrices, first_token = (slab.X, slab.QX), self.first * shape.chunk
+        links, first_token = slab.scratch.lead_index, self.first * shape.chunk
         step_flow_call(
-            self.bank, slab.staged, slab.fields, leads, *matrices, values, self.readings, first_token, rows
+            self.bank, slab.staged, slab.fields, links, slab.X, slab.QX, values, self.readings, first_token, rows
         ).launch()
 
     concludes = False
@@ -357,7 +378,7 @@ def call_loops(
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
     shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)), by_step=runs_by_step(mode), mode=mode)
-    for streams, steps in cut(shape, bank, inputs, _slab_bytes(shape), saving is not None, gently=not shape.by_step):
+    for streams, steps in cut(shape, bank, inputs, _slab_bytes, saving is not None, gently=not shape.by_step):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
         saved = None if saving is None else saving._replace(saved=of_streams(saving.saved, streams))
@@ -385,24 +406,33 @@ Cut = tuple[slice, list[tuple[int, int]]]
 
 
 def cut(
-    shape: Shape, bank: Tensor, inputs: Sequence[Tensor], step_bytes: int, training: bool, gently: bool = False
+    shape: ShapeT,
+    bank: Tensor,
+    inputs: Sequence[Tensor],
+    slab_bytes: Callable[[ShapeT], int],
+    training: bool,
+    gently: bool = False,
 ) -> Iterator[Cut]:
     """Groups of a call's streams, and the first step and the steps of each one's slabs, in order.
 
-    step_bytes: working memory of one step of one stream. A slab has a power of two of steps, and what is left at the
-    end a half, a quarter and so on of it. gently: the first one is cut into a quarter, a quarter and a half, as no
-    steps run yet under which it could be prepared.
+    slab_bytes: the working memory of a slab. A slab has a power of two of steps, and what is left at the end a half, a
+    quarter and so on of it. gently: the first one is cut into a quarter, a quarter and a half, as no steps run yet
+    under which it could be prepared.
     """
     streams, tokens, _ = inputs[0].shape
     if not streams or not tokens:
         return
-    limit = working_bytes(bank, streams, training) // 2 // step_bytes  # steps of one stream
-    most = max(1, min(streams, limit, MAX_GRID // shape.chunk))
+    limit = working_bytes(bank, streams, training) // 2
+    most = max(1, min(streams, limit // slab_bytes(shape), MAX_GRID // shape.chunk))
     group = -(-streams // -(-streams // most))  # as even as it goes
+
+    def fits(steps: int) -> bool:
+        return steps * group <= MAX_GRID and slab_bytes(replace(shape, steps=steps, streams=group)) <= limit
+
     for p in range(0, streams, group):
         count = min(group, streams - p)
         left = num_steps(tokens, shape.chunk)
-        steps, first, slabs = slab_steps(min(limit, MAX_GRID) // count, left), 0, []
+        steps, first, slabs = slab_steps(left, fits), 0, []
         short = [steps // 2, steps // 4, steps // 4] if gently and steps >= 4 else []
         while left > 0:
             size = short.pop() if short else steps

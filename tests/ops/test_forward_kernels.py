@@ -32,6 +32,7 @@ from sdm_compile.ops import (  # noqa: E402
     phase1_bwd_kernels,
     phase1_kernels,
     row_quant_kernels,
+    row_writes_kernels,
     slot_groups_kernels,
     slot_sort_kernels,
     solve_kernels,
@@ -191,7 +192,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     kernels = set()
     modules = (
         *(staging_kernels, phase1_kernels, phase1_bwd_kernels, solve_kernels),
-        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels),
+        *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels, row_writes_kernels),
         *(slot_groups_kernels, slot_sort_kernels, step_flow_kernels),
     )
     for module in modules:

@@ -82,7 +82,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(launch, "_captured_graph", capture)
     monkeypatch.setattr(write_read_cuda, "launches_are_watched", lambda: False)
-    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda limit, steps: 2)
+    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda steps, fits: 2)
     free_captured_loops()
     yield captured
     free_captured_loops()

@@ -114,12 +114,12 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
         saved = saved.unflattened(3, WIDE.streams, WIDE.chunk_size, WIDE.writes)
         saved.snapshot.fill_(7.0)
         saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
-        with patch.object(write_read_cuda, "slab_steps", lambda limit, steps: 1):
+        with patch.object(write_read_cuda, "slab_steps", lambda steps, fits: 1):
             [[loop, *_]] = write_read_cuda.call_loops(bank, inputs, WIDE.chunk_size, readings, saving)
         slab = own_memory(loop, bank.device)
         loop.stage(slab)
         loop.couple(slab, None)
-        for ids in (slab.staged.k_idx, slab.staged.q_idx):
+        for ids in (slab.staged.k_idx, slab.staged.q_idx, slab.stepping.rows.slot):
             assert (ids == 2).any()
             ids[ids == 2] = instead
         loop.steps(slab, None)

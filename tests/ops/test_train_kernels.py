@@ -135,10 +135,10 @@ def test_working_memory_of_a_call(bank: int, streams: int, training: bool, expec
 )
 def test_slabs_of_a_call(tokens: int, gently: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of 5 tokens, and slabs of 8 steps: in order, and no step is left out."""
-    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda limit, steps: 8)
+    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda steps, fits: 8)
     memory, *inputs = replace(RAGGED, tokens=tokens).make(torch.float32)
     shape = write_read_cuda.Shape.of(memory, inputs, 5)
-    [(streams, slabs)] = write_read_cuda.cut(shape, memory, inputs, 1, training=False, gently=gently)
+    [(streams, slabs)] = write_read_cuda.cut(shape, memory, inputs, lambda shape: 1, training=False, gently=gently)
     assert streams == slice(0, RAGGED.streams)
     assert [size for _, size in slabs] == expected
     assert [first for first, _ in slabs] == [sum(expected[:n]) for n in range(len(expected))]
