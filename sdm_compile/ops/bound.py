@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from operator import or_
+from functools import partial
+from math import gcd
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import triton
@@ -101,21 +102,23 @@ class BoundKernel:
         compiled = call.kernel.warmup(*call.args, grid=call.grid, **call.options)
         names = call.kernel.arg_names
         values = {**call.options, **dict(zip(names, call.args, strict=False))}
-        args = [values[name] for name in names]
-        self._tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        self._args = [None if isinstance(arg, Tensor) else arg for arg in args]  # keeps no tensor alive
+        tensors = [name for name in names if isinstance(values[name], Tensor)]
+        others = [name for name in names if name not in tensors]
+        self._tensors = len(tensors)
+        self._others = [values[name] for name in others]  # keeps no tensor alive
+        self._in_order = itemgetter(*map([*tensors, *others].index, names))
         self._grid = (*call.grid, 1, 1)[:3]
         self._compiled = compiled  # unloads the function when it is dropped
         self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
-        self._device = triton.runtime.driver.active.get_current_device()
+        driver = triton.runtime.driver.active
+        self._stream = partial(driver.get_current_stream, driver.get_current_device())
 
     def launch(self, addresses: Sequence[int]) -> None:
         """Launches on the current stream, which must be of the device that it was bound on."""
-        args = self._args.copy()
-        for i, address in zip(self._tensors, addresses, strict=True):
-            args[i] = address
-        stream = triton.runtime.driver.active.get_current_stream(self._device)
-        self._run(*self._grid, stream, self._function, self._metadata, None, None, None, *args)
+        if len(addresses) != self._tensors:
+            raise ValueError(f"{len(addresses)} addresses for a launch with {self._tensors} tensors")
+        args = self._in_order((*addresses, *self._others))
+        self._run(*self._grid, self._stream(), self._function, self._metadata, None, None, None, *args)
 
 
 class CallsOfOneSignature:
@@ -127,7 +130,7 @@ class CallsOfOneSignature:
 
     def launch(self, *tensors: Tensor) -> None:
         """Launches on the current stream; bound, where every tensor is aligned and nothing wants to see launches."""
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = [*map(Tensor.data_ptr, tensors)]
         if self._bound is not None and can_bind(self._bound.kernel) and aligned(addresses):
             self._bound.launch(addresses)
             return
@@ -139,7 +142,7 @@ class CallsOfOneSignature:
 
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether each address, or distance between two, is one that Triton compiles for."""
-    return not reduce(or_, addresses) % ALIGNMENT
+    return gcd(ALIGNMENT, *addresses) == ALIGNMENT
 
 
 def each_step(call: Callable[[int], KernelCall], steps: int) -> Callable[[int], None]:

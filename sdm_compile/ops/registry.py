@@ -141,7 +141,7 @@ def _autograd_kernel(
 
 
 def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
-    overload, mutated = op.overload, op.mutated
+    run, mutated = op.overload._op, op.mutated  # what `overload(...)` calls, less one Python call
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
@@ -152,8 +152,8 @@ def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
         if forward_ad._current_level >= 0:
             raise NotImplementedError(f"sdm::{op.name} does not support forward-mode AD")
         with torch._C._AutoDispatchBelowAutograd():
-            result = overload(*args)
-        torch.autograd.graph.increment_version([args[i] for i in mutated if args[i] is not None])
+            result = run(*args)
+        torch._C._increment_version([args[i] for i in mutated if args[i] is not None])
         return result
 
     return call

@@ -20,11 +20,10 @@ def current_situation(device: torch.device) -> Situation:
 
     Meant for inside an op's kernel; elsewhere `runs_now` has to rule tracing out first.
     """
-    if device.type == "meta":
-        return Situation.TRACING
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return Situation.CAPTURING
-    return Situation.EAGER
+    kind = device.type
+    if kind == "cuda":
+        return Situation.CAPTURING if torch.cuda.is_current_stream_capturing() else Situation.EAGER
+    return Situation.TRACING if kind == "meta" else Situation.EAGER
 
 
 def runs_now(tensor: Tensor) -> bool:

@@ -14,7 +14,13 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from sdm_compile.ops import bound  # noqa: E402
-from sdm_compile.ops.bound import CallsOfOneSignature, KernelCall, each_step, noted_launches  # noqa: E402
+from sdm_compile.ops.bound import (  # noqa: E402
+    BoundKernel,  # as it is, where the tests below put `Bound` in its place
+    CallsOfOneSignature,
+    KernelCall,
+    each_step,
+    noted_launches,
+)
 from sdm_compile.ops.checks import UnsupportedConfigurationError  # noqa: E402
 
 NOTHING_BOUND: list[list[int]] = []
@@ -113,6 +119,48 @@ def test_calls_of_one_signature() -> None:
     calls.launch(x, odd)
     assert kernel.launched == [[a.data_ptr(), b.data_ptr()] for a, b in ((odd, x), (x, y), (x, odd))]
     assert Bound.launched == [[y.data_ptr(), x.data_ptr()]]
+
+
+class Compiled:
+    """Notes what the driver is given."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.launched.append(args)
+
+
+def test_a_bound_kernel_gets_its_parameters_in_order_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [5, 6]
+    driver = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: (device, streams[0]))
+    monkeypatch.setattr(
+        bound, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=driver)))
+    )
+    compiled = Compiled()
+    kernel = SimpleNamespace(arg_names=["n", "p_x", "p_none", "p_y", "B"], warmup=lambda *args, **options: compiled)
+    x, y = aligned(4), aligned(4)
+    launch = BoundKernel(KernelCall(kernel, (3, 2), (7, x, None, y), {"B": 16, "num_warps": 1})).launch
+    launch([160, 320])
+    del streams[0]
+    launch((16, 32))
+    for args in ([16], [16, 32, 48]):
+        with pytest.raises(ValueError, match="addresses for a launch with 2 tensors"):
+            launch(args)
+    assert compiled.launched == [
+        (3, 2, 1, (1, stream), "function", "metadata", None, None, None, 7, x_, None, y_, 16)
+        for stream, x_, y_ in ((5, 160, 320), (6, 16, 32))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [((), True), ((0, 2**47 + 16), True), ((-32, 48), True), ((16, 2**47 + 8), False), ((-8, 16), False)],
+)
+def test_what_is_aligned(addresses: tuple[int, ...], expected: bool) -> None:
+    assert bound.aligned(addresses) == expected
 
 
 def test_no_programs_no_launch() -> None:
