@@ -14,6 +14,7 @@ from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
 from sdm_compile.ops.repeats import repeat_count
 from sdm_compile.ops.write_read_cuda import Saving, runs_by_step
+from sdm_compile.ops.write_read_ops import bank_gradient
 
 
 def _spoil(memory: Any, form: Any, name: str) -> None:
@@ -38,6 +39,13 @@ def _run(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
             _spoil(memory, form, "dB")
             loop.conclude(memory)
         loop.read(memory)
+
+
+def filled_gradient(dfinal: Tensor | None, like: Tensor) -> Tensor:
+    """Where a backward accumulates the gradient of a bank like `like`, in float32."""
+    dM, fill = bank_gradient(dfinal, like, True)
+    fill()
+    return dM
 
 
 def forward(

@@ -29,7 +29,7 @@ from torch import Tensor
 from .bound import aligned
 from .recorded import RecordedLaunch, record
 from .step_table import ADDRESSES, StepAddress, write_table
-from .working_memory import Memory, in_a_thread
+from .working_memory import Fill, Memory, in_a_thread
 
 MAX_LOOPS = 32  # captured loops kept at a time, over all signatures, devices and streams
 MAX_CALLS = 64  # layouts of calls whose launches are recorded
@@ -272,22 +272,29 @@ Groups = Sequence[Sequence[StepLoop]]
 """A call's loops in order, those of one group of streams after those of the other."""
 
 
-def run_plainly(groups: Groups, device: torch.device) -> None:
+def run_plainly(groups: Groups, device: torch.device, fill: Fill | None = None) -> None:
     """Runs all loops one after the other by plain launches on the current stream."""
     memories, streams = (Memory(), Memory()), _new_streams(device)
     for k, memory in enumerate(memories):
         memory.become(memory.needs(loop.memory_bytes for loops in groups for loop in loops[k::2]), device)
-    for loops in groups:
-        _run_overlapped([_Plain(loop, memories[k % 2].of(loop.memory_form())) for k, loop in enumerate(loops)], streams)
+    plain = ([_Plain(loop, memories[k % 2].of(loop.memory_form())) for k, loop in enumerate(loops)] for loops in groups)
+    _run_groups(plain, streams, fill)
 
 
-def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], device: torch.device) -> None:
+def replay(
+    kind: Hashable,
+    tensors: Sequence[Tensor],
+    loops: Callable[[], Groups],
+    device: torch.device,
+    fill: Fill | None = None,
+) -> None:
     """Runs a call's loops in order on the current stream, replaying what is captured; captures what is missing first.
 
     Args:
         kind: everything that the loops depend on besides the tensors.
         tensors: all that the loops' launches touch besides working memory.
         loops: makes them, where they are not known from a call of the same kind and layout.
+        fill: runs under the preparation of the first steps.
     """
     stream = torch.cuda.current_stream(device)
     where = (stream.device_index, stream.cuda_stream)
@@ -304,7 +311,7 @@ def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups
             _layouts.move_to_end(key)
             for known in itertools.chain(*recorded):
                 known.addresses, known.captured.used = addresses, number
-            _run(recorded, place, stream)
+            _run(recorded, place, stream, fill)
             return
         groups = loops()
         keeping = tensors if layout is not None and layout.recordable and aligned(addresses) else None
@@ -312,7 +319,7 @@ def replay(kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups
         for runner in itertools.chain(*built):
             runner.captured.used = number
         try:
-            _run(built, place, stream)
+            _run(built, place, stream, fill)
         finally:
             _retire(where)
         if layout is None:
@@ -358,21 +365,33 @@ def _recorded(built: Sequence[Sequence[_Built]]) -> list[list[_Recorded]] | None
     return runners
 
 
-def _run(groups: Sequence[Sequence[_Runner]], place: _Place, stream: torch.cuda.Stream) -> None:
+def _run(
+    groups: Sequence[Sequence[_Runner]], place: _Place, stream: torch.cuda.Stream, fill: Fill | None = None
+) -> None:
     try:
-        for runners in groups:
-            _run_overlapped(runners, place.streams)
+        _run_groups(groups, place.streams, fill)
     finally:
         place.done.record(stream)
 
 
-def _run_overlapped(runners: Sequence[_Runner], streams: _Streams) -> None:
+def _run_groups(groups: Iterable[Sequence[_Runner]], streams: _Streams, fill: Fill | None) -> None:
+    for runners in groups:
+        _run_overlapped(runners, streams, fill)
+        fill = None
+    if fill is not None:
+        fill()
+
+
+def _run_overlapped(runners: Sequence[_Runner], streams: _Streams, fill: Fill | None) -> None:
     """The steps of all loops in order; beside them what is not needed yet."""
     current = torch.cuda.current_stream(streams.steps.device)
     streams.side.wait_stream(current)
     streams.steps.wait_stream(current)
     done: torch.cuda.Event | None = None
     try:
+        if fill is not None:
+            with torch.cuda.stream(streams.steps):
+                fill()
         for k, runner in enumerate(runners):
             with torch.cuda.stream(streams.side):
                 runner.stage()

@@ -34,7 +34,6 @@ from .row_writes_kernels import RowWrites, empty_row_writes
 from .snapshot_tiles import INTERPRETED, convert
 from .token_gather_kernels import (
     TokenGatherConfig,
-    columns_per_program,
     has_slot,
     load_entries,
     row_addresses,
@@ -122,6 +121,13 @@ def _multiply(
         total = tl.fma(total, 1.0, inter)  # a sum, but none that the compiler would begin the products' sum with
     tl.store(p_out + at, total.to(p_out.dtype.element_ty), mask=(m_m & (o_m < left))[:, None] & m_n[None, :])
     _count(p_counter)
+
+
+@triton.jit
+def _columns(start, D: tl.constexpr, B: tl.constexpr):
+    """B columns from `start` on, and which of them there are."""
+    o_d = start + tl.arange(0, B)
+    return o_d, o_d < D if D % B != 0 else tl.full([B], True, tl.int1)
 
 
 @triton.jit
@@ -213,7 +219,7 @@ def _write(
             row = write_more(row, more, weight, row_addresses(p_delta, link // W, D), m_d)
             link = tl.load(p_next + link, mask=more, other=-1)
         row = row.to(p_bank.dtype.element_ty)
-        tl.store(row_addresses(p_bank, slot, D), row, mask=held, eviction_policy="evict_first")
+        tl.store(row_addresses(p_bank, slot, D), row, mask=held, cache_modifier=".cs")
         slot, decay, weight = following
         link = following_link
     slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_y, left)
@@ -230,7 +236,7 @@ def _write(
         following = _next_rows(p_slot, p_decay, p_weight, o_y, left)
         row = write_delta(convert(raw, tl.float32) * decay[:, None], weight, delta[None, :])
         row = row.to(p_bank.dtype.element_ty)
-        tl.store(row_addresses(p_bank, slot, D), row, mask=held, eviction_policy="evict_first")
+        tl.store(row_addresses(p_bank, slot, D), row, mask=held, cache_modifier=".cs")
         slot, decay, weight = following
     _count(p_counters + WRITTEN)
 
@@ -281,6 +287,7 @@ def _step_flow_kernel(
     BW: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
+    BU: tl.constexpr,
     BX: tl.constexpr,
     BY: tl.constexpr,
     BM: tl.constexpr,
@@ -292,22 +299,22 @@ def _step_flow_kernel(
     """A tick has the gathers of a unit, the products of the unit `multiply_later` ticks before, and the write and the
     readings of the one `write_later` ticks before. The chunks of the readings [P, T, D] begin at token `first_token`.
     WRITER: the stage that stores raw rows into p_snapshot, or None. Steps of what is kept are those of all streams."""
-    tiles: tl.constexpr = ((C + BM - 1) // BM) * ((BD + BN - 1) // BN)
-    tick = tl.program_id(0) // (2 * tiles + 3 * C)
-    n = tl.program_id(0) % (2 * tiles + 3 * C)
-    unit = tick
+    across: tl.constexpr = (BU + BN - 1) // BN
+    tiles: tl.constexpr = ((C + BM - 1) // BM) * across
+    pieces: tl.constexpr = BU // BD
+    programs: tl.constexpr = 2 * tiles + C + 2 * C * pieces
+    unit = tl.program_id(0) // programs
+    n = tl.program_id(0) % programs
     if n < tiles:
         unit -= multiply_later
     elif n < 2 * tiles + C:
         unit -= write_later
-    parts = (D + BD - 1) // BD
+    parts: tl.constexpr = (D + BU - 1) // BU
     units = streams * parts  # of a step
     if (unit >= 0) & (unit < steps * units):
         step = unit // units
         stream = ((unit % units) // parts).to(tl.int64)
-        first_column = (unit % parts) * BD
-        o_d = first_column + tl.arange(0, BD)
-        m_d = o_d < D if D % BD != 0 else tl.full([BD], True, tl.int1)
+        first_column = (unit % parts) * BU
         chunk = step * streams + stream
         p_counters += unit.to(tl.int64) * COUNTERS
         p_u += stream * C * D
@@ -319,14 +326,14 @@ def _step_flow_kernel(
             p_ordinal += chunk * (C * W)
             p_snapshot += (step * all_streams + stream) * (C * W) * D
         if n < 2 * tiles:
-            first_row = (n % tiles) // ((BD + BN - 1) // BN) * BM
-            first_column += n % ((BD + BN - 1) // BN) * BN
+            first_row = (n % tiles) // across * BM
+            first_column += n % across * BN
             if n < tiles:
                 p_X += chunk * C * C
                 awaited = p_counters + GATHERED
                 done = p_counters + MULTIPLIED
                 _multiply(
-                    p_X, p_u, p_inter, p_delta, awaited, C, done, first_row, first_column, D, C,
+                    p_X, p_u, p_inter, p_delta, awaited, C * pieces, done, first_row, first_column, D, C,
                     C, BM, BN, BK, PRECISION, False,
                 )  # fmt: skip
             else:
@@ -336,20 +343,23 @@ def _step_flow_kernel(
                 awaited = p_counters + MULTIPLIED
                 done = p_counters + WRITTEN
                 _multiply(
-                    p_QX, p_u, p_inter, p_readings, awaited, C + tiles, done, first_row, first_column, D, tokens - t,
-                    C, BM, BN, BK, PRECISION, True,
+                    p_QX, p_u, p_inter, p_readings, awaited, C * pieces + tiles, done, first_row, first_column, D,
+                    tokens - t, C, BM, BN, BK, PRECISION, True,
                 )  # fmt: skip
         elif n < 2 * tiles + C:
             first = chunk * (C * W)
+            o_u, m_u = _columns(first_column, D, BU)
             _write(
                 p_bank, p_slot + first, p_decay + first, p_weight + first, p_link + first, p_shared + chunk * C,
-                p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters, C + tiles,
-                n - 2 * tiles, o_d, m_d, num_slots, D, W, BX, BY, WRITER == "write",
+                p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters,
+                C * pieces + tiles, n - 2 * tiles, o_u, m_u, num_slots, D, W, BX, BY, WRITER == "write",
             )  # fmt: skip
         else:
-            token = (n - 2 * tiles) % C
+            n -= 2 * tiles + C
+            token = n % C
+            o_d, m_d = _columns(first_column + n // (2 * C) * BD, D, BD)
             p_before = p_counters - units.to(tl.int64) * COUNTERS + WRITTEN
-            if n < 2 * tiles + 2 * C:
+            if n % (2 * C) < C:
                 p_idx, p_weight = p_k_idx + token * W, p_k_eff + (chunk * C + token) * W
                 of_writes = load_entries(p_idx, p_weight, tl.arange(0, BW), W)
                 v = tl.load(p_v + (chunk * C + token) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -380,6 +390,7 @@ def _step_flow_kernel(
 @dataclass(frozen=True)
 class StepFlowConfig:
     gather: TokenGatherConfig
+    columns: int  # of a unit, which a write takes
     shared_rows: int  # that a write takes at a time, of those that several tokens write
     rows: int  # and of those that one token writes
     tile: int
@@ -387,15 +398,13 @@ class StepFlowConfig:
     registers: int
 
     @staticmethod
-    def from_shapes(chunk: int, writes: int, reads: int, head_dim: int, itemsize: int) -> StepFlowConfig:
-        gather = TokenGatherConfig.from_shapes(writes, reads, head_dim, itemsize)
+    def from_shapes(streams: int, chunk: int, writes: int, reads: int, head_dim: int, itemsize: int) -> StepFlowConfig:
+        columns, width = unit_columns(streams, head_dim, itemsize), triton.next_power_of_2(writes)
         return StepFlowConfig(
-            gather=gather,
-            # Measured on an H200, us per step of 8 streams of 64 tokens, 64 writes and 1024 columns, without readings:
-            # 68.1 with 8 rows of 64 columns and 80 registers, so that 24 programs fit a processor; 70.5 with the
-            # compiler's 96 registers, 69.9 with 4 rows and 72.
-            shared_rows=min(1024 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
-            rows=min(4096 // (gather.columns * itemsize), triton.next_power_of_2(writes)),
+            gather=TokenGatherConfig.from_shapes(writes, reads, head_dim, itemsize),
+            columns=columns,
+            shared_rows=min(1024 // (columns * itemsize), width),
+            rows=min(4096 // (columns * itemsize), width),
             tile=16,
             inner=min(32, max(16, triton.next_power_of_2(chunk))),
             registers=96,
@@ -408,21 +417,28 @@ class StepFlowConfig:
         Measured on an H200, us per step of 8 streams of 1024 columns, with 20, 24 and 28 ticks: 70.0, 69.9 and 71.1;
         of 4 streams of 768, with 10, 16 and 24: 27.5, 25.8 and 24.8.
         """
-        running = self.running() * processors / self.programs(chunk)
+        running = 65536 // (32 * self.registers) * processors / self.programs(chunk)
         write_later = max(1, min(round(1.5 * running), streams * self.parts(head_dim) // 2))
         return -(-write_later // 2), write_later
 
-    def running(self) -> int:
-        """Programs of one warp that run on a processor at a time."""
-        return 65536 // (32 * self.registers)
-
     def parts(self, head_dim: int) -> int:
         """Units per chunk."""
-        return triton.cdiv(head_dim, self.gather.columns)
+        return triton.cdiv(head_dim, self.columns)
 
     def programs(self, chunk: int) -> int:
         """Programs per unit."""
-        return 3 * chunk + 2 * triton.cdiv(chunk, self.tile) * triton.cdiv(self.gather.columns, self.tile)
+        tiles = triton.cdiv(chunk, self.tile) * triton.cdiv(self.columns, self.tile)
+        return 2 * tiles + chunk + 2 * chunk * (self.columns // self.gather.columns)
+
+
+def unit_columns(streams: int, head_dim: int, itemsize: int) -> int:
+    """Pieces of 256 bytes of a row, which memory takes in faster than smaller ones, where that leaves units enough.
+
+    Measured on an H200, us per step with 128 and 256 bytes: 17.2 and 20.1 with 2 streams of 1024 columns, 71.2 and 69.0
+    with 8; with 8 and a chunk of 256 463 and 465, and 625 and 609 where the write saves the rows.
+    """
+    width, row = triton.next_power_of_2(head_dim), streams * head_dim * itemsize
+    return min((256 if row >= 32 * 256 else 128) // itemsize, width)
 
 
 class FlowMemory(NamedTuple):
@@ -438,7 +454,7 @@ class FlowMemory(NamedTuple):
 def empty_flow_memory(
     steps: int, streams: int, chunk: int, writes: int, head_dim: int, like: Tensor, ordinals: bool
 ) -> FlowMemory:
-    parts = triton.cdiv(head_dim, columns_per_program(head_dim, like.element_size()))
+    parts = triton.cdiv(head_dim, unit_columns(streams, head_dim, like.element_size()))
     counters = like.new_empty(steps, streams * parts, COUNTERS.value, dtype=torch.int32)
     u, inter, delta = (like.new_empty(streams, chunk, head_dim, dtype=torch.float32) for _ in range(3))
     rows = empty_row_writes((steps, streams, chunk), writes, like, ordinals)
@@ -474,7 +490,7 @@ def step_flow_call(
     steps, streams, chunk, writes = staged.k_idx.shape
     reads, (num_slots, width), tokens = staged.q_idx.shape[3], bank.shape, readings.shape[1]
     processors = torch.cuda.get_device_properties(bank.device).multi_processor_count if bank.is_cuda else 1
-    config = StepFlowConfig.from_shapes(chunk, writes, reads, width, bank.element_size())
+    config = StepFlowConfig.from_shapes(streams, chunk, writes, reads, width, bank.element_size())
     lags = config.lags(streams, chunk, width, processors)
     rows, ordinals, snapshot, kept, all_streams = memory.rows, None, None, None, streams
     if saving is not None:
@@ -494,6 +510,7 @@ def step_flow_call(
         BW=config.gather.rows_w,
         BR=config.gather.rows_r,
         BD=config.gather.columns,
+        BU=config.columns,
         BX=config.shared_rows,
         BY=config.rows,
         BM=config.tile,

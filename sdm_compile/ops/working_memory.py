@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _T = TypeVar("_T")
 
+Fill = Callable[[], object]
+"""Fills what a call's steps work on, and nothing before them: it may run under their preparation."""
+
 
 class Memory:
     """Working memory that loops take one after the other: as large as the largest needs it."""

@@ -40,7 +40,7 @@ from .step_bwd_kernels import (
     sum_parts_call,
 )
 from .step_table import StepAddress
-from .working_memory import in_turn, memory_bytes
+from .working_memory import Fill, in_turn, memory_bytes
 from .write_read_bwd import Saved
 from .write_read_cuda import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 
@@ -316,9 +316,11 @@ def backward_cuda(
     chunk_size: int,
     mode: str,
     grads: Sequence[Tensor],
+    fill: Fill | None = None,
 ) -> None:
     """`dM`, the final bank's gradient, becomes that of the bank before, in place; fills those of the inputs.
 
+    fill: fills dM first.
     saved: what the forward filled, unflattened and contiguous. grads: [P, T, *] of k_val, v, beta, g and q_val, fresh.
     """
     call = call_of(dreadings, dM, final_memory, inputs, saved, mode, grads)
@@ -327,6 +329,7 @@ def backward_cuda(
         [dM, call.bank, call.where, *inputs, *saved, *grads, *([] if dreadings is None else [dreadings])],
         lambda: list(call_loops(call, chunk_size)),
         [dM, call.bank, saved.snapshot, saved.scales],
+        fill,
     )
 
 

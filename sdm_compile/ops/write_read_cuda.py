@@ -31,7 +31,7 @@ from .step_flow_kernels import FlowMemory, RawRows, empty_flow_memory, step_flow
 from .step_loop import run_in_order
 from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
-from .working_memory import in_turn, memory_bytes
+from .working_memory import Fill, in_turn, memory_bytes
 from .write_read_bwd import Saved
 
 SLAB_STEPS = 64  # of a slab at most: what one captured loop, or one launch, holds
@@ -324,10 +324,12 @@ def write_read_cuda(
     readings: Tensor,
     saving: Saving | None = None,
     count_repeats: bool = True,
+    fill: Fill | None = None,
 ) -> str:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous.
 
-    saving: what to keep for a backward, all contiguous. Returns the route: how the steps are launched.
+    saving: what to keep for a backward, all contiguous. fill: fills the bank first. Returns the route: how the steps
+    are launched.
     """
     tensors, addressed, kind, mode = [bank, *inputs, readings], [bank], None, None
     repeats = repeat_count(bank.device) if count_repeats else None
@@ -342,21 +344,26 @@ def write_read_cuda(
         tensors,
         lambda: list(call_loops(bank, inputs, chunk_size, readings, saving, repeats)),
         addressed,
+        fill,
     )
     return "triton by step" if runs_by_step(mode) else "triton in one launch"
 
 
 def run_loops(
-    kind: Hashable, tensors: Sequence[Tensor], loops: Callable[[], Groups], addressed: Sequence[Tensor]
+    kind: Hashable,
+    tensors: Sequence[Tensor],
+    loops: Callable[[], Groups],
+    addressed: Sequence[Tensor],
+    fill: Fill | None,
 ) -> None:
     """Runs a call's loops as the situation asks for, see `replay`; `addressed` is what a table would have to name."""
     device = tensors[0].device
     capturing = current_situation(device) is Situation.CAPTURING
     # A tensor at an odd address would need kernels of its own in every captured loop.
     if aligned([x.data_ptr() for x in addressed]) and not (capturing or launches_are_watched()):
-        replay((kind, torch.get_float32_matmul_precision()), tensors, loops, device)
+        replay((kind, torch.get_float32_matmul_precision()), tensors, loops, device, fill)
     else:
-        run_plainly(loops(), device)
+        run_plainly(loops(), device, fill)
 
 
 def runs_by_step(mode: str | None) -> bool:

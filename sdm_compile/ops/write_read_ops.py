@@ -38,6 +38,7 @@ from .snapshot import (
 )
 from .staging import stage_inputs, unstage_readings
 from .step_loop import Coupled, couple, run_steps
+from .working_memory import Fill
 from .write_read_bwd import Saved, write_read_backward_cpu
 
 INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
@@ -158,8 +159,8 @@ def _forward_cpu(
 class Route(Protocol):
     """The write/read on one kind of device. Banks are contiguous and advanced in place."""
 
-    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
-        """Advances `bank` over all steps: readings [P, T, D], and the name of the route taken."""
+    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int, fill: Fill | None = None) -> tuple[Tensor, str]:
+        """Advances `bank`, once it is filled, over all steps: readings [P, T, D], and the name of the route taken."""
 
     def save(
         self,
@@ -169,6 +170,7 @@ class Route(Protocol):
         mode: str,
         plan: SnapshotPlan,
         count_repeats: bool = True,
+        fill: Fill | None = None,
     ) -> tuple[Tensor, Saved, str]:
         """`forward` that keeps what a backward needs, as planned: that, flattened, comes second."""
 
@@ -182,15 +184,18 @@ class Route(Protocol):
         chunk_size: int,
         mode: str,
         grads: Sequence[Tensor],
+        fill: Fill | None = None,
     ) -> str:
-        """`dM`, the final bank's gradient, becomes that of the bank before, in place.
+        """`dM`, once it is filled, the final bank's gradient, becomes that of the bank before, in place.
 
         Fills `grads`, [P, T, *] contiguous, of k_val, v, beta, g and q_val. Returns the name of the route.
         """
 
 
 class CpuRoute:
-    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
+    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int, fill: Fill | None = None) -> tuple[Tensor, str]:
+        if fill is not None:
+            fill()
         return _forward_cpu(bank, inputs, chunk_size)[0], "cpu"
 
     def save(
@@ -201,8 +206,11 @@ class CpuRoute:
         mode: str,
         plan: SnapshotPlan,
         count_repeats: bool = True,
+        fill: Fill | None = None,
     ) -> tuple[Tensor, Saved, str]:
         agreed_writer(plan, Announcement(COMPACT, True))
+        if fill is not None:
+            fill()
         snapshot = _empty_call_snapshot(bank, inputs[0], chunk_size, mode)
         for tensor in snapshot:
             tensor.zero_()  # rows of unused groups too, which on CUDA stay as they are
@@ -219,7 +227,10 @@ class CpuRoute:
         chunk_size: int,
         mode: str,
         grads: Sequence[Tensor],
+        fill: Fill | None = None,
     ) -> str:
+        if fill is not None:
+            fill()
         staged = stage_inputs(
             *inputs,
             num_slots=final_memory.shape[0],
@@ -237,11 +248,11 @@ class CpuRoute:
 class CudaRoute:
     """Imports Triton's kernels when it is used: Triton is not installed everywhere."""
 
-    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int) -> tuple[Tensor, str]:
+    def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int, fill: Fill | None = None) -> tuple[Tensor, str]:
         from .write_read_cuda import write_read_cuda
 
         readings = empty_readings(bank, inputs[0])
-        return readings, write_read_cuda(bank, inputs, chunk_size, readings)
+        return readings, write_read_cuda(bank, inputs, chunk_size, readings, fill=fill)
 
     def save(
         self,
@@ -251,13 +262,14 @@ class CudaRoute:
         mode: str,
         plan: SnapshotPlan,
         count_repeats: bool = True,
+        fill: Fill | None = None,
     ) -> tuple[Tensor, Saved, str]:
         from .write_read_cuda import Saving, write_read_cuda
 
         readings = empty_readings(bank, inputs[0])
         saved = empty_saved(bank, inputs[0], inputs[5], chunk_size, mode)
         saving = Saving(_by_step(saved, inputs[0], chunk_size), mode, plan)
-        return readings, saved, write_read_cuda(bank, inputs, chunk_size, readings, saving, count_repeats)
+        return readings, saved, write_read_cuda(bank, inputs, chunk_size, readings, saving, count_repeats, fill)
 
     def backward(
         self,
@@ -269,11 +281,12 @@ class CudaRoute:
         chunk_size: int,
         mode: str,
         grads: Sequence[Tensor],
+        fill: Fill | None = None,
     ) -> str:
         from .write_read_bwd_cuda import backward_cuda
 
         saved = _by_step(Saved(*(x.contiguous() for x in saved)), inputs[0], chunk_size)
-        backward_cuda(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads)
+        backward_cuda(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads, fill)
         return "triton"
 
 
@@ -288,8 +301,8 @@ CPU, CUDA = CpuRoute(), CudaRoute()
 def _write_read(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *inputs, chunk_size = args
     check_write_read(memory, inputs, chunk_size)
-    bank = empty_bank(memory).copy_(memory)
-    readings, route = on.forward(bank, inputs, chunk_size)
+    bank = empty_bank(memory)
+    readings, route = on.forward(bank, inputs, chunk_size, partial(bank.copy_, memory))
     record_call("forward", "write_read", bank, inputs, chunk_size, route, plan_call(bank, saving=False))
     return readings, bank
 
@@ -320,9 +333,9 @@ def _write_read_saving(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, .
     *inputs, chunk_size, mode, _ = args
     check_write_read(memory, inputs, chunk_size)
     _check_saving(memory, inputs[0], chunk_size, mode)
-    bank = empty_bank(memory).copy_(memory)
+    bank = empty_bank(memory)
     plan = plan_call(bank, True, mode)
-    readings, saved, route = on.save(bank, inputs, chunk_size, mode, plan)
+    readings, saved, route = on.save(bank, inputs, chunk_size, mode, plan, fill=partial(bank.copy_, memory))
     record_call("forward", "write_read_saving", bank, inputs, chunk_size, route, plan)
     return readings, bank, *saved
 
@@ -364,10 +377,10 @@ def empty_call_gradients(final_memory: Tensor, inputs: Inputs, mask: list[bool])
     return empty_gradients((final_memory, k_val, v, beta, g, q_val), mask)
 
 
-def bank_gradient(dfinal: Tensor | None, like: Tensor, grad_bank_fp32: bool) -> Tensor:
-    """Where a backward accumulates the gradient of a bank like `like`: `dfinal`, or zeros."""
+def bank_gradient(dfinal: Tensor | None, like: Tensor, grad_bank_fp32: bool) -> tuple[Tensor, Fill]:
+    """Where a backward accumulates the gradient of a bank like `like`, and what fills it: with `dfinal`, or zeros."""
     dM = empty(tuple(like.shape), like, accumulate_dtype(like.dtype) if grad_bank_fp32 else like.dtype)
-    return dM.zero_() if dfinal is None else dM.copy_(dfinal)
+    return dM, dM.zero_ if dfinal is None else partial(dM.copy_, dfinal)
 
 
 def input_gradients(inputs: Inputs) -> list[Tensor]:
@@ -387,8 +400,8 @@ def _write_read_bwd(
     inputs, saved = args[:7], Saved(*args[7:-4])
     chunk_size, mode, grad_bank_fp32, mask = args[-4:]
     _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
-    dM, grads = bank_gradient(dfinal, final_memory, grad_bank_fp32), input_gradients(inputs)
-    route = on.backward(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads)
+    (dM, fill), grads = bank_gradient(dfinal, final_memory, grad_bank_fp32), input_gradients(inputs)
+    route = on.backward(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads, fill)
     plan = plan_call(final_memory, True, mode)
     record_call("backward", "write_read_bwd", final_memory, inputs, chunk_size, route, plan)
     return only_wanted((dM.to(final_memory.dtype), *grads), mask)

@@ -102,8 +102,9 @@ def _segment_backward(
     on: Route, dreadings: Tensor | None, dM: Tensor, start: Tensor, inputs: Inputs, chunk_size: int
 ) -> tuple[str, list[Tensor]]:
     """One segment from the bank before it: the route taken and the inputs' gradients. Its snapshot ends with it."""
-    bank, grads = empty_bank(start).copy_(start), input_gradients(inputs)
-    _, saved, _ = on.save(bank, inputs, chunk_size, "none", plan_call(bank, saving=True), count_repeats=False)
+    bank, grads, plan = empty_bank(start), input_gradients(inputs), plan_call(start, saving=True)
+    fill = partial(bank.copy_, start)
+    _, saved, _ = on.save(bank, inputs, chunk_size, "none", plan, count_repeats=False, fill=fill)
     return on.backward(dreadings, dM, bank, inputs, saved, chunk_size, "none", grads), grads
 
 
@@ -112,7 +113,8 @@ def _write_read_recompute_bwd(
 ) -> tuple[Tensor, ...]:
     *inputs, chunk_size, grad_bank_fp32, mask = args
     _check_recompute_bwd(dreadings, dfinal, banks, inputs, chunk_size)
-    dM, grads, count = bank_gradient(dfinal, banks[0], grad_bank_fp32), input_gradients(inputs), len(banks)
+    (dM, fill), grads, count = bank_gradient(dfinal, banks[0], grad_bank_fp32), input_gradients(inputs), len(banks)
+    fill()
     parts, grads_of_parts = _cut(inputs, chunk_size, count), _cut(grads, chunk_size, count)
     of_readings = [None] * count if dreadings is None else [x for (x,) in _cut([dreadings], chunk_size, count)]
     route = ""

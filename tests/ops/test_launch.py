@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sdm_compile.ops.snapshot import SCALED_MODES, dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients, plan_call
+from sdm_compile.ops.write_read_ops import CPU, CUDA, input_gradients, plan_call
 from tests.cases import RAGGED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
+from tests.loops import filled_gradient
 
 pytest.importorskip("triton")
 from sdm_compile.ops import launch, recorded, write_read_cuda
@@ -140,7 +141,7 @@ def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     readings, saved, route = CUDA.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     assert route == ("triton by step" if mode in SCALED_MODES else "triton in one launch")
     final = bank.clone()
-    grads = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
+    grads = [filled_gradient(normal_like(bank, seed + 1), bank), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
     assert CUDA.backward(dreadings, grads[0], bank, inputs, saved, case.chunk_size, mode, grads[1:]) == "triton"
     assert_same_bits(bank, final)
@@ -158,7 +159,7 @@ def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
     if mode == "none":  # elsewhere a bit of a row may be a whole code
         rows = (dequantize_rows(s.snapshot, s.scales, mode, case.head_dim, torch.float32) for s in (got.saved, saved))
         assert_close(*(x[got.used] for x in rows))
-    expected = [bank_gradient(normal_like(bank, seed + 1), bank, True), *input_gradients(inputs)]
+    expected = [filled_gradient(normal_like(bank, seed + 1), bank), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
     CPU.backward(dreadings, expected[0], got.bank, inputs, got.saved, case.chunk_size, mode, expected[1:])
     assert_close(got.grads, expected)

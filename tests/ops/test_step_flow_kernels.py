@@ -63,10 +63,13 @@ class WouldWait(Exception):
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("seed", range(2))
-def test_programs_may_run_in_any_order_that_their_waits_allow(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that did not wait for what it takes, or for what it overwrites, would change bits."""
+@pytest.mark.parametrize(("seed", "columns"), [(0, 32), (1, 64)])
+def test_programs_may_run_in_any_order_that_their_waits_allow(
+    seed: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that did not wait for what it takes, or for what it overwrites, would change bits. A unit's width does not."""
     expected = outputs(WIDE, torch.float32, slab=2)
+    monkeypatch.setattr(step_flow_kernels, "unit_columns", lambda *args: columns)
     random, counted, launch = Random(seed), step_flow_kernels._counted, KernelCall.launch
     builder = type(interpreter.interpreter_builder)
     chosen: list[int] = []
@@ -131,10 +134,11 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
 def test_a_write_never_comes_behind_the_gather_of_the_next_step() -> None:
     sizes = itertools.product((1, 3, 64), (1, 17, 256), (1, 64), (1, 64, 1000, 16384), (2, 4), (1, 132))
     for streams, chunk, writes, head_dim, itemsize, processors in sizes:
-        config = StepFlowConfig.from_shapes(chunk, writes, 5, head_dim, itemsize)
+        config = StepFlowConfig.from_shapes(streams, chunk, writes, 5, head_dim, itemsize)
         multiply_later, write_later = config.lags(streams, chunk, head_dim, processors)
         assert 1 <= multiply_later <= write_later <= streams * config.parts(head_dim)
-        assert config.parts(head_dim) * config.gather.columns >= head_dim
+        assert config.parts(head_dim) * config.columns >= head_dim
+        assert config.columns % config.gather.columns == 0
 
 
 @without_the_interpreter

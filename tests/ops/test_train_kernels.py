@@ -14,7 +14,7 @@ from torch import Tensor
 from sdm_compile import repeated_write_slots
 from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, bank_gradient, empty_saved, input_gradients, plan_call
+from sdm_compile.ops.write_read_ops import CPU, empty_saved, input_gradients, plan_call
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
@@ -101,7 +101,7 @@ def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
 
     def everything() -> list[Tensor]:
         got_readings, bank, saved = save(case, "none", "gather", slab=2)
-        grads = [bank_gradient(normal_like(final), final, True), *input_gradients(inputs)]
+        grads = [loops.filled_gradient(normal_like(final), final), *input_gradients(inputs)]
         call = call_of(normal_like(readings), grads[0], final, inputs, unflattened(kept, case), "none", grads[1:])
         loops.backward(call, case.chunk_size, slab=2)
         return [got_readings, bank, *saved._replace(snapshot=rows_of_groups(saved, case)[0]), *grads]
@@ -164,11 +164,11 @@ def test_gradients(case: Case, mode: str, given: tuple[bool, bool], slabs: tuple
     bank = memory.clone()
     readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
     dreadings, dfinal = (normal_like(x) if wanted else None for x, wanted in zip((readings, bank), given, strict=True))
-    expected = [bank_gradient(dfinal, bank, True), *input_gradients(inputs)]
+    expected = [loops.filled_gradient(dfinal, bank), *input_gradients(inputs)]
     before = bank.clone()
     CPU.backward(dreadings, expected[0], bank, inputs, kept, case.chunk_size, mode, expected[1:])
     for slab in slabs:
-        got = [bank_gradient(dfinal, bank, True), *input_gradients(inputs)]
+        got = [loops.filled_gradient(dfinal, bank), *input_gradients(inputs)]
         call = call_of(dreadings, got[0], bank, inputs, unflattened(kept, case), mode, got[1:])
         loops.backward(call, case.chunk_size, slab=slab)
         assert_close(got, expected)
