@@ -67,7 +67,7 @@ class WouldWait(Exception):
 def test_programs_may_run_in_any_order_that_their_waits_allow(
     seed: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that did not wait for what it takes, or for what it overwrites, would change bits. A unit's width does not."""
+    """One that did not wait for what it takes, or for what it overwrites, would change bits. Widths do not."""
     expected = outputs(WIDE, torch.float32, slab=2)
     monkeypatch.setattr(step_flow_kernels, "unit_columns", lambda *args: columns)
     random, counted, launch = Random(seed), step_flow_kernels._counted, KernelCall.launch
