@@ -66,10 +66,10 @@ class StepLoop(Protocol):
         """Fills the memory so that no launch on it touches a bank row."""
 
     def stage(self, memory: Any) -> None:
-        """Launches what reads the call's inputs."""
+        """Launches what reads the call's inputs, and nothing that is filled meanwhile."""
 
     def couple(self, memory: Any, table: Tensor | None) -> None:
-        """Launches what stands between, on the memory, and on what it may take from the table."""
+        """Launches what stands between, on the memory, and on what it may take from the table and is not filled."""
 
     @property
     def concludes(self) -> bool:
@@ -375,6 +375,7 @@ def _run(
 
 
 def _run_groups(groups: Iterable[Sequence[_Runner]], streams: _Streams, fill: Fill | None) -> None:
+    """Runs all groups in order. Fills once: beside the first group, or, where there is none, by itself."""
     for runners in groups:
         _run_overlapped(runners, streams, fill)
         fill = None

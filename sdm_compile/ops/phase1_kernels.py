@@ -301,7 +301,7 @@ def rows_per_program(width: int, chunk: int) -> int:
 
 
 class Phase1Scratch(NamedTuple):
-    """Memory that Phase 1 needs while it runs, and that the decay-and-write reads afterwards (the last two)."""
+    """Memory that Phase 1 needs while it runs, and that the writes of rows read afterwards (the last two)."""
 
     keys: Tensor  # [N, E] int64
     merged: Tensor  # [N, E] int64
@@ -315,6 +315,9 @@ class Phase1Scratch(NamedTuple):
     # group's exp(Lt), or -1 if it is not the group's first one; and the group's next entry, or -1.
     lead_value: Tensor  # [N, E] float32
     lead_index: Tensor  # [N, E] int32
+
+
+LEADS = ("lead_value", "lead_index")  # what of it is read after Phase 1
 
 
 def empty_phase1_scratch(chunks: int, entries: int, like: Tensor) -> Phase1Scratch:

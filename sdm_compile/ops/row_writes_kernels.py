@@ -2,7 +2,7 @@
 
 A row is written once per chunk, by the program of the token that writes it first. So of a token's writes come first
 those whose rows other tokens write too, and then those whose rows are this token's alone; writes to rows that an
-earlier token wrote, and entries without a slot, are left out. Each kind keeps its order.
+earlier token wrote, and entries without a slot, are left out. Each kind keeps its order. SPEC section 5.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .bound import KernelCall
 from .layout import empty
+
+ENTRIES = 128  # of a program of one warp
 
 
 class RowWrites(NamedTuple):
@@ -31,6 +33,7 @@ class RowWrites(NamedTuple):
 
 
 def empty_row_writes(tokens: tuple[int, ...], writes: int, like: Tensor, ordinals: bool) -> RowWrites:
+    """Fresh `RowWrites` for tokens = (steps, P, C)."""
     of_writes = (*tokens, writes)
     return RowWrites(
         slot=empty(of_writes, like, torch.int32),
@@ -95,11 +98,11 @@ def row_writes_call(
     """Fills `out` from contiguous tensors, by entry.
 
     leads: exp(Lt) of its slot at the slot's first write and -1 at the others, float32; and the slot's next entry or -1,
-        int32. ordinals: where `out` has some.
+        int32. ordinals: int32, None where `out` has none.
     """
-    writes, tokens = k_idx.shape[-1], k_idx[..., 0].numel()
-    width = triton.next_power_of_2(writes)
-    options = dict(W=writes, BT=max(1, 128 // width), BW=width, num_warps=1)
-    wanted = ordinals if out.ordinal is not None else None
-    tensors = (k_idx, leads[0], write_w, leads[1], wanted, *out)
-    return KernelCall(_row_writes_kernel, (triton.cdiv(tokens, options["BT"]),), (*tensors, tokens), options)
+    writes = k_idx.shape[-1]
+    tokens, width = k_idx.numel() // writes, triton.next_power_of_2(writes)
+    block = max(1, ENTRIES // width)
+    tensors = (k_idx, leads[0], write_w, leads[1], ordinals, *out)
+    options = dict(W=writes, BT=block, BW=width, num_warps=1)
+    return KernelCall(_row_writes_kernel, (triton.cdiv(tokens, block),), (*tensors, tokens), options)

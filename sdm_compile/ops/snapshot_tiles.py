@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from .bound import INTERPRETED
+
 _NO_SIGN = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)  # of float32; a magnitude above is NaN
 
@@ -27,13 +28,13 @@ def convert(x, dtype: tl.constexpr):
     """x, float32 or bfloat16, as the other one, to nearest even; as it is, NaN's bits too, where it has the dtype."""
     if x.dtype == dtype:
         return x
-    elif dtype == tl.float32 and (INTERPRETED or x.shape[-1] == 1):
+    elif dtype == tl.float32 and (INTERPRETED or x.shape[-1] == 1):  # a tile of one element has no two
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif dtype == tl.float32:
         # Two at a time, as they come, in two instructions; the compiler takes them apart first, in three.
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
+            "=&r,=r,r",
             [x],
             dtype=tl.float32,
             is_pure=True,

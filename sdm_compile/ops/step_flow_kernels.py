@@ -1,12 +1,13 @@
 """All steps of a slab in one launch, whose programs wait for each other where a launch per stage would wait for all.
 
-A unit is some columns of one stream's chunk: no other stream and no other column has a bearing on it. So one unit's
-write runs beside another one's gather, and finds its rows in the L2 cache, where a whole step would not fit.
+A unit is some columns of one stream's chunk, one or two pieces of 128 bytes of each row: no other stream and no other
+column has a bearing on it. So one unit's write runs beside another one's gather, and finds its rows in the L2 cache,
+where a whole step would not fit. Which rows a token writes has been sorted out before, see `row_writes_kernels`.
 
 | of a unit                | programs           | wait for                          | count      |
 | ------------------------ | ------------------ | --------------------------------- | ---------- |
-| gather of rows to write  | per token, 128 B   | written, of the step before       | gathered   |
-| gather of rows to read   | per token, 128 B   | written, of the step before       | multiplied |
+| gather of rows to write  | per token, piece   | written, of the step before       | gathered   |
+| gather of rows to read   | per token, piece   | written, of the step before       | multiplied |
 | delta = X u              | one per tile       | gathered                          | multiplied |
 | decay-and-write          | one per token      | multiplied                        | written    |
 | readings = QX u + inter  | one per tile       | multiplied                        | written    |
@@ -26,12 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bound import KernelCall
+from .bound import INTERPRETED, KernelCall
 from .decay_write_kernels import write_delta, write_more
 from .dual_matmul_kernels import matmul_precision
 from .layout import ChunkFields, Staged
 from .row_writes_kernels import RowWrites, empty_row_writes
-from .snapshot_tiles import INTERPRETED, convert
+from .snapshot_tiles import convert
 from .token_gather_kernels import (
     TokenGatherConfig,
     has_slot,
@@ -43,7 +44,12 @@ from .token_gather_kernels import (
 # A unit's counters: how many programs have gathered rows to write; have multiplied, or gathered rows to read; have
 # written, or made readings.
 GATHERED, MULTIPLIED, WRITTEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+REGISTERS = 65536  # of a processor, on every GPU so far
 COUNTERS = tl.constexpr(32)  # int32 that a unit has, so that it shares its cache line with no other
+
+
+# The launch's sizes, for none of which it is compiled anew.
+SIZES = ["num_slots", "steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later"]
 
 
 @triton.jit
@@ -124,10 +130,10 @@ def _multiply(
 
 
 @triton.jit
-def _columns(start, D: tl.constexpr, B: tl.constexpr):
-    """B columns from `start` on, and which of them there are."""
+def _columns(start, D: tl.constexpr, B: tl.constexpr, BU: tl.constexpr):
+    """B columns of a unit of BU from `start` on, and which of them there are."""
     o_d = start + tl.arange(0, B)
-    return o_d, o_d < D if D % B != 0 else tl.full([B], True, tl.int1)
+    return o_d, o_d < D if D % BU != 0 else tl.full([B], True, tl.int1)
 
 
 @triton.jit
@@ -148,7 +154,9 @@ def _save_rows(p_snapshot, p_ordinal, raw, o_n, left, held, D: tl.constexpr):
 
 @triton.jit
 def _store_rows(p_bank, slot, row, held, D: tl.constexpr):
-    """Measured on an H200, us per step of 8 streams of 1024 columns: 71.6, and 75.6 with rows marked to go first."""
+    """Stores rows `slot` of the bank, not to be kept in the cache.
+
+    Measured on an H200, us per step of 8 streams of 1024 columns: 71.6, and 75.6 with rows marked to go first."""
     row = row.to(p_bank.dtype.element_ty)
     tl.store(row_addresses(p_bank, slot, D), row, mask=held, cache_modifier=".cs")
 
@@ -246,11 +254,7 @@ def _write(
     _count(p_counters + WRITTEN)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("num_slots", "steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later")
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def _step_flow_kernel(
     p_bank,
     p_k_idx,
@@ -353,7 +357,7 @@ def _step_flow_kernel(
                 )  # fmt: skip
         elif n < 2 * tiles + C:
             first = chunk * (C * W)
-            o_u, m_u = _columns(first_column, D, BU)
+            o_u, m_u = _columns(first_column, D, BU, BU)
             _write(
                 p_bank, p_slot + first, p_decay + first, p_weight + first, p_link + first, p_shared + chunk * C,
                 p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters,
@@ -362,7 +366,7 @@ def _step_flow_kernel(
         else:
             n -= 2 * tiles + C
             token = n % C
-            o_d, m_d = _columns(first_column + n // (2 * C) * BD, D, BD)
+            o_d, m_d = _columns(first_column + n // (2 * C) * BD, D, BD, BU)
             p_before = p_counters - units.to(tl.int64) * COUNTERS + WRITTEN
             if n % (2 * C) < C:
                 p_idx, p_weight = p_k_idx + token * W, p_k_eff + (chunk * C + token) * W
@@ -424,7 +428,7 @@ class StepFlowConfig:
         Measured on an H200, us per step of 8 streams of 1024 columns, with 4, 8, 11, 12 and 16 ticks: 74.2, 70.3, 69.0,
         68.2 and 69.5; at a chunk of 256, with 1, 2, 3, 4 and 8: 566, 504, 465, 462 and 469.
         """
-        running = 65536 // (32 * self.registers) * processors / self.programs(chunk)
+        running = REGISTERS // (32 * self.registers) * processors / self.programs(chunk)
         write_later = max(1, min(round(1.5 * running), streams * self.parts(head_dim) // 2))
         return -(-write_later // 2), write_later
 
@@ -441,6 +445,7 @@ class StepFlowConfig:
 def unit_columns(streams: int, head_dim: int, itemsize: int) -> int:
     """Pieces of 256 bytes of a row, which memory takes in faster than smaller ones, where that leaves units enough.
 
+    It reaches no bit.
     Measured on an H200, us per step with 128 and 256 bytes: 17.2 and 20.1 with 2 streams of 1024 columns, 71.2 and 69.0
     with 8; with 8 and a chunk of 256 463 and 465, and 625 and 609 where the write saves the rows.
     """
@@ -507,7 +512,7 @@ def step_flow_call(
     tensors = (
         *(bank, staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w, staged.v, staged.beta, X, QX),
         *(fields.write_w, links, rows.slot, rows.decay, rows.weight, rows.link, rows.shared, rows.rows),
-        *(*memory[1:], readings, ordinals, snapshot, kept),
+        *(memory.u, memory.inter, memory.delta, memory.counters, readings, ordinals, snapshot, kept),
     )
     sizes = (num_slots, width, steps, streams, all_streams, tokens, first_token)
     options = dict(

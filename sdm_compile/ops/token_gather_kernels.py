@@ -61,7 +61,8 @@ def row_sum(
 ):
     """sum over N rows of weight times bank[idx], BN rows at a time, of which `entries` are the first ones' entries.
 
-    p_ordinal: of the rows to be saved, -1 elsewhere, into the chunk's rows at p_snapshot; None for none.
+    p_ordinal: of the rows to be saved, -1 elsewhere, into the chunk's rows at p_snapshot; None for none. The grid has
+    no third dimension.
     """
     # Every fourth row to one of four sums, as four rows come at once; threads add theirs up at the end.
     SUMS: tl.constexpr = min(BN, 4)

@@ -43,7 +43,7 @@ class Memory:
         return tree_map_only(Tensor, view, form)
 
 
-def in_turn(*forms: Any) -> list[Any]:
+def in_turn(*forms: dict[str, Any]) -> list[dict[str, Any]]:
     """These forms, in one memory that they take in turn: what one holds is lost where another is filled."""
     memory = Memory()
     memory.become(max(map(memory_bytes, forms)), torch.device("meta"))

@@ -20,7 +20,7 @@ from .decay_write_kernels import announce, decay_write_call
 from .dual_matmul_kernels import lower_matmul_call
 from .launch import Groups, replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged, num_steps
-from .phase1_kernels import Phase1Scratch, empty_phase1_scratch, launch_phase1
+from .phase1_kernels import LEADS, Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
 from .row_writes_kernels import row_writes_call
 from .situation import Situation, current_situation
@@ -134,17 +134,16 @@ def _slab_form(shape: ForwardShape) -> Slab:
         stepping: FlowMemory | StepMemory = StepMemory(*(make(size, dtype=torch.float32) for size in sizes))
     else:
         # What Phase 1 is the last to read, and then what the steps take.
-        coupling, (stepping, matrices) = in_turn(
-            (
-                {name: x for name, x in scratch._asdict().items() if not name.startswith("lead")},
-                {name: x for name, x in fields._asdict().items() if name in WriteGroups._fields},
+        flow = empty_flow_memory(*lead, shape.writes, shape.head_dim, like, ordinals=shape.writer == "write")
+        coupling, left = in_turn(
+            dict(
+                scratch={name: x for name, x in scratch._asdict().items() if name not in LEADS},
+                fields={name: x for name, x in fields._asdict().items() if name in WriteGroups._fields},
             ),
-            (
-                empty_flow_memory(*lead, shape.writes, shape.head_dim, like, ordinals=shape.writer == "write"),
-                matrices,
-            ),
+            dict(stepping=flow, matrices=matrices),
         )
-        scratch, fields = scratch._replace(**coupling[0]), fields._replace(**coupling[1])
+        scratch, fields = scratch._replace(**coupling["scratch"]), fields._replace(**coupling["fields"])
+        stepping, matrices = left["stepping"], left["matrices"]
     return Slab(
         staged=empty_staged(
             lead, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
@@ -262,7 +261,11 @@ class _SlabLoop:
         return _slab_bytes(self.signature)
 
     def clear(self, slab: Slab) -> None:
-        for ids in (slab.staged.k_idx, slab.staged.q_idx, slab.fields.group_slot):
+        for ids in (
+            slab.staged.k_idx,
+            slab.staged.q_idx,
+            slab.fields.group_slot,
+        ):  # the last one for steps by themselves
             ids.fill_(-1)
 
     def stage(self, slab: Slab) -> None:
@@ -276,7 +279,9 @@ class _SlabLoop:
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
         if isinstance(slab.stepping, FlowMemory):
             leads = (slab.scratch.lead_value, slab.scratch.lead_index)
-            row_writes_call(staged.k_idx, leads, fields.write_w, slab.ordinals, slab.stepping.rows).launch()
+            rows = slab.stepping.rows
+            ordinals = None if rows.ordinal is None else slab.ordinals
+            row_writes_call(staged.k_idx, leads, fields.write_w, ordinals, rows).launch()
             slab.stepping.counters.zero_()
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
@@ -384,7 +389,8 @@ def call_loops(
 ) -> Iterator[list[_SlabLoop]]:
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
-    shape = ForwardShape(**vars(Shape.of(bank, inputs, chunk_size)), by_step=runs_by_step(mode), mode=mode)
+    one = vars(Shape.of(bank, inputs, chunk_size))
+    shape = ForwardShape(**one, by_step=runs_by_step(mode), mode=mode, writer=declared.writer)
     for streams, steps in cut(shape, bank, inputs, _slab_bytes, saving is not None, gently=not shape.by_step):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
@@ -393,7 +399,7 @@ def call_loops(
         writer = agreed_writer(declared, announce(rows, keeps_rows=saving is not None))
         if shape.by_step and writer == "gather":
             raise SnapshotMismatchError("launches for each step have the write store the rows, not the gather")
-        of_part = replace(shape, streams=count, writer=writer)
+        of_part = replace(shape, streams=count)
         yield [
             _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, repeats)
             for first, n in steps
@@ -422,29 +428,27 @@ def cut(
 ) -> Iterator[Cut]:
     """Groups of a call's streams, and the first step and the steps of each one's slabs, in order.
 
-    slab_bytes: the working memory of a slab. A slab has a power of two of steps, and what is left at the end a half, a
-    quarter and so on of it. gently: the first one is cut into a quarter, a quarter and a half, as no steps run yet
-    under which it could be prepared.
+    shape: a slab of one step of one stream. slab_bytes: the working memory of a slab. A slab has a power of two of
+    steps, and what is left at the end a half, a quarter and so on of it. gently: the first one is cut into a quarter, a
+    quarter and a half, as no steps run yet under which it could be prepared.
     """
     streams, tokens, _ = inputs[0].shape
     if not streams or not tokens:
         return
-    limit = working_bytes(bank, streams, training) // 2
+    limit, left = working_bytes(bank, streams, training) // 2, num_steps(tokens, shape.chunk)
     most = max(1, min(streams, limit // slab_bytes(shape), MAX_GRID // shape.chunk))
     group = -(-streams // -(-streams // most))  # as even as it goes
 
     def fits(steps: int) -> bool:
         return steps * group <= MAX_GRID and slab_bytes(replace(shape, steps=steps, streams=group)) <= limit
 
+    steps, first, slabs = slab_steps(left, fits), 0, []
+    short = [steps // 2, steps // 4, steps // 4] if gently and steps >= 4 else []
+    while left > 0:
+        size = short.pop() if short else steps
+        while size > left:
+            size //= 2
+        slabs.append((first, size))
+        first, left = first + size, left - size
     for p in range(0, streams, group):
-        count = min(group, streams - p)
-        left = num_steps(tokens, shape.chunk)
-        steps, first, slabs = slab_steps(left, fits), 0, []
-        short = [steps // 2, steps // 4, steps // 4] if gently and steps >= 4 else []
-        while left > 0:
-            size = short.pop() if short else steps
-            while size > left:
-                size //= 2
-            slabs.append((first, size))
-            first, left = first + size, left - size
-        yield slice(p, p + count), slabs
+        yield slice(p, min(p + group, streams)), slabs

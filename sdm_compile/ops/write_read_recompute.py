@@ -114,7 +114,7 @@ def _write_read_recompute_bwd(
     *inputs, chunk_size, grad_bank_fp32, mask = args
     _check_recompute_bwd(dreadings, dfinal, banks, inputs, chunk_size)
     (dM, fill), grads, count = bank_gradient(dfinal, banks[0], grad_bank_fp32), input_gradients(inputs), len(banks)
-    fill()
+    fill()  # here, as segments may be empty
     parts, grads_of_parts = _cut(inputs, chunk_size, count), _cut(grads, chunk_size, count)
     of_readings = [None] * count if dreadings is None else [x for (x,) in _cut([dreadings], chunk_size, count)]
     route = ""

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sdm_compile.ops.snapshot import SCALED_MODES, dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, CUDA, input_gradients, plan_call
+from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients, plan_call
 from tests.cases import RAGGED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
@@ -137,13 +138,15 @@ class Outputs(NamedTuple):
 
 def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     memory, *inputs = case.make(torch.float32, seed)
-    bank = memory.clone()
-    readings, saved, route = CUDA.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
+    bank = torch.full_like(memory, float("nan"))  # and so is its gradient, until what is to fill them does
+    plan = plan_call(bank, True, mode)
+    readings, saved, route = CUDA.save(bank, inputs, case.chunk_size, mode, plan, fill=partial(bank.copy_, memory))
     assert route == ("triton by step" if mode in SCALED_MODES else "triton in one launch")
     final = bank.clone()
-    grads = [filled_gradient(normal_like(bank, seed + 1), bank), *input_gradients(inputs)]
-    dreadings = normal_like(readings, seed + 2)
-    assert CUDA.backward(dreadings, grads[0], bank, inputs, saved, case.chunk_size, mode, grads[1:]) == "triton"
+    dM, fill = bank_gradient(normal_like(bank, seed + 1), bank, True)
+    grads, dreadings = [dM.fill_(float("nan")), *input_gradients(inputs)], normal_like(readings, seed + 2)
+    route = CUDA.backward(dreadings, dM, bank, inputs, saved, case.chunk_size, mode, grads[1:], fill)
+    assert route == "triton"
     assert_same_bits(bank, final)
     return Outputs(group_slots(inputs[0], case.chunk_size) >= 0, readings, bank, saved, grads)
 
@@ -163,6 +166,17 @@ def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
     dreadings = normal_like(readings, seed + 2)
     CPU.backward(dreadings, expected[0], got.bank, inputs, got.saved, case.chunk_size, mode, expected[1:])
     assert_close(got.grads, expected)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("sizes", [dict(tokens=0), dict(streams=0)], ids=["no tokens", "no streams"])
+def test_a_call_without_steps_fills_what_it_returns(sizes: dict[str, int], graphs: list[FakeGraph]) -> None:
+    memory, *inputs = replace(RAGGED, **sizes).make(torch.float32)
+    inputs = [x[: sizes.get("streams"), : sizes.get("tokens")] for x in inputs]
+    for route in (CPU, CUDA, CUDA):
+        bank = torch.ones_like(memory)
+        route.forward(bank, inputs, RAGGED.chunk_size, partial(bank.add_, memory))
+        assert_same_bits(bank, memory + 1)  # once
 
 
 @in_the_interpreter

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -43,11 +44,38 @@ def test_in_a_process_of_its_own() -> None:
     run_interpreted(__file__)
 
 
-def outputs(case: Case, dtype: torch.dtype, slab: int) -> list[Tensor]:
+def outputs(case: Case, dtype: torch.dtype, slab: int, writer: str | None = None) -> list[Tensor]:
+    """With a writer, what a call that saves keeps of its rows, too, in memory that held something before."""
     memory, *inputs = case.make(dtype)
     bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
-    loops.forward(bank, inputs, case.chunk_size, readings, slab=slab)
-    return [readings, bank]
+    saving = None
+    if writer is not None:
+        saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, "none")
+        saved = saved.unflattened(-(-case.tokens // case.chunk_size), case.streams, case.chunk_size, case.writes)
+        saved.snapshot.fill_(7.0)
+        saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
+    loops.forward(bank, inputs, case.chunk_size, readings, saving, slab=slab)
+    return [readings, bank, *([] if saving is None else [saving.saved.snapshot, saving.saved.retrieved])]
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("writer", [None, "gather", "write"])
+def test_a_row_may_end_between_the_pieces_of_a_unit(writer: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(WIDE, head_dim=96)
+    expected = outputs(case, torch.float32, 4, writer)
+    monkeypatch.setattr(step_flow_kernels, "unit_columns", lambda *args: 64)
+    monkeypatch.setattr(StepFlowConfig, "lags", lambda *args: (2, 2))
+    assert_same_bits(outputs(case, torch.float32, 4, writer), expected)
+
+
+@without_the_interpreter
+@pytest.mark.parametrize(
+    ("streams", "head_dim", "itemsize", "columns"),
+    [(8, 1024, 2, 128), (4, 1024, 2, 128), (3, 1024, 2, 64), (2, 1024, 4, 64), (99, 48, 2, 64), (99, 7, 4, 8)],
+)
+def test_columns_of_a_unit(streams: int, head_dim: int, itemsize: int, columns: int) -> None:
+    """256 bytes of each row, but 128 where less than 32 units would be left, and no more than a row has."""
+    assert step_flow_kernels.unit_columns(streams, head_dim, itemsize) == columns
 
 
 @in_the_interpreter
@@ -63,13 +91,18 @@ class WouldWait(Exception):
 
 
 @in_the_interpreter
-@pytest.mark.parametrize(("seed", "columns"), [(0, 32), (1, 64)])
+@pytest.mark.parametrize(
+    ("seed", "columns", "head_dim", "writer"), [(0, 32, 70, None), (1, 64, 96, "write"), (2, 64, 70, "gather")]
+)
 def test_programs_may_run_in_any_order_that_their_waits_allow(
-    seed: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, columns: int, head_dim: int, writer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that did not wait for what it takes, or for what it overwrites, would change bits. Widths do not."""
-    expected = outputs(WIDE, torch.float32, slab=2)
+    case = replace(WIDE, head_dim=head_dim)
+    expected = outputs(case, torch.float32, 2, writer)
     monkeypatch.setattr(step_flow_kernels, "unit_columns", lambda *args: columns)
+    monkeypatch.setattr(write_read_cuda, "_slab_form", write_read_cuda._slab_form.__wrapped__)  # nor what was made
+    monkeypatch.setattr(write_read_cuda, "_slab_bytes", write_read_cuda._slab_bytes.__wrapped__)
     random, counted, launch = Random(seed), step_flow_kernels._counted, KernelCall.launch
     builder = type(interpreter.interpreter_builder)
     chosen: list[int] = []
@@ -101,7 +134,7 @@ def test_programs_may_run_in_any_order_that_their_waits_allow(
     monkeypatch.setattr(step_flow_kernels, "_wait", wait)
     monkeypatch.setattr(KernelCall, "launch", run)
     monkeypatch.setattr(builder, "set_grid_idx", place)
-    assert_same_bits(outputs(WIDE, torch.float32, slab=2), expected)
+    assert_same_bits(outputs(case, torch.float32, 2, writer), expected)
     assert len(waited) > 100
 
 

@@ -125,6 +125,39 @@ def test_working_memory_of_a_call(bank: int, streams: int, training: bool, expec
 
 
 @pytest.mark.parametrize(
+    ("steps", "most", "expected"), [(64, 0, 1), (64, 3, 2), (64, 99, 16), (3, 9, 1), (999, 99, 64)]
+)
+def test_steps_of_a_slab(steps: int, most: int, expected: int) -> None:
+    """As many as fit, but a call has four slabs or more, of 64 steps at most."""
+    assert write_read_cuda.slab_steps(steps, lambda size: size <= most) == expected
+
+
+@pytest.mark.parametrize("streams", [1, 8, 97])
+@pytest.mark.parametrize(("mode", "writer"), [(None, None), ("none", "gather"), ("none", "write"), ("int4", "write")])
+@pytest.mark.parametrize(("slots", "chunk", "writes"), [(2**16, 64, 16), (2**12, 256, 128), (2**20, 128, 128)])
+def test_slabs_take_no_more_than_they_may(
+    streams: int, mode: str | None, writer: str | None, slots: int, chunk: int, writes: int
+) -> None:
+    """And a larger one would: of the memory of a call, whose half each of two slabs has."""
+    bank = torch.empty(slots, 96, dtype=torch.bfloat16, device="meta")
+    inputs = [torch.empty(streams, 40 * chunk + 1, width, device="meta") for width in (writes, writes, 96, 1, 1, 5, 5)]
+    one = write_read_cuda.Shape.of(bank, inputs, chunk)
+    shape = write_read_cuda.ForwardShape(
+        **vars(one), by_step=write_read_cuda.runs_by_step(mode), mode=mode, writer=writer
+    )
+    slab_bytes, training = write_read_cuda._slab_bytes, mode is not None
+    limit, seen = write_read_cuda.working_bytes(bank, streams, training) // 2, 0
+    for part, slabs in write_read_cuda.cut(shape, bank, inputs, slab_bytes, training):
+        count, largest = part.stop - part.start, max(size for _, size in slabs)
+        assert sum(size for _, size in slabs) == 41
+        assert slab_bytes(replace(shape, streams=count, steps=largest)) <= limit or largest == count == 1
+        if largest < 8 and seen == 0:  # 8 steps: a quarter of 41; other groups may have fewer streams
+            assert slab_bytes(replace(shape, streams=count, steps=2 * largest)) > limit
+        seen += count
+    assert seen == streams
+
+
+@pytest.mark.parametrize(
     ("tokens", "gently", "expected"),
     [
         (170, True, [2, 2, 4, 8, 8, 8, 2]),
