@@ -162,18 +162,33 @@ def test_groups_beyond_the_bank_save_nothing(mode: str, device: str) -> None:
 def test_every_stage_that_can_saves_the_same(
     width: int, chunk: int, writes: int, slots: int, dtype: torch.dtype, device: str
 ) -> None:
-    sizes = dict(streams=2, tokens=2 * chunk + 1, writes=writes, reads=2, slots=slots, chunk_size=chunk)
+    assert_saves_the_same(width, chunk, writes, slots, dtype, device)
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize(("width", "streams"), [(96, 22), (192, 22), (1000, 5)])
+def test_every_stage_saves_the_same_in_units_wider_than_a_row_is_left(
+    width: int, streams: int, dtype: torch.dtype
+) -> None:
+    assert_saves_the_same(width, 17, 20, 70, dtype, "cuda", streams)
+
+
+def assert_saves_the_same(
+    width: int, chunk: int, writes: int, slots: int, dtype: torch.dtype, device: str, streams: int = 2
+) -> None:
+    sizes = dict(streams=streams, tokens=2 * chunk + 1, writes=writes, reads=2, slots=slots, chunk_size=chunk)
     case = Case("saving", head_dim=width, **sizes)
     memory, *inputs = (x.to(device) for x in case.make(dtype))
     memory[1] = torch.tensor(-1, dtype=torch.int32 if dtype == F32 else torch.int16).view(dtype)  # a NaN with a payload
     found = []
     for writer, by_step in (("write", True), ("write", False), ("gather", False)):
         bank, readings = memory.clone(), torch.empty_like(inputs[2])
-        saved = empty_saved(memory, inputs[0], inputs[5], chunk, "none").unflattened(3, 2, chunk, writes)
+        saved = empty_saved(memory, inputs[0], inputs[5], chunk, "none").unflattened(3, streams, chunk, writes)
         saved.snapshot.view(torch.uint8).fill_(85)
         saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
         loops.forward(bank, inputs, chunk, readings, saving, slab=1, by_step=by_step)
-        found.append([x.view(torch.uint8).cpu() for x in (saved.snapshot, saved.retrieved, bank, readings)])
+        found.append([x.contiguous().view(torch.uint8).cpu() for x in (saved.snapshot, saved.retrieved, bank, readings)])
     assert (found[0][0] != 85).any()
     for other in found[1:]:
         assert_same_bits(other, found[0])
