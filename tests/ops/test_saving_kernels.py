@@ -188,7 +188,8 @@ def assert_saves_the_same(
         saved.snapshot.view(torch.uint8).fill_(85)
         saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
         loops.forward(bank, inputs, chunk, readings, saving, slab=1, by_step=by_step)
-        found.append([x.contiguous().view(torch.uint8).cpu() for x in (saved.snapshot, saved.retrieved, bank, readings)])
+        kept = (saved.snapshot, saved.retrieved, bank, readings)
+        found.append([x.contiguous().view(torch.uint8).cpu() for x in kept])
     assert (found[0][0] != 85).any()
     for other in found[1:]:
         assert_same_bits(other, found[0])
