@@ -249,10 +249,8 @@ def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]
     for config in (checkpoint.training, checkpoint.model):
         for name, value in _given(args, type(config)).items():
             if name != "steps" and value != getattr(config, name):
-                raise ValueError(
-                    f"the checkpoint has {name} = {getattr(config, name)}, which cannot become {value}: leave that option "
-                    "out, or begin anew without --resume"
-                )
+                has, instead = getattr(config, name), "leave that option out, or begin anew without --resume"
+                raise ValueError(f"the checkpoint has {name} = {has}, which cannot become {value}: {instead}")
     config = replace(checkpoint.training, steps=getattr(args, "steps", checkpoint.training.steps))
     corpus = Corpus.load(config.text)
     if corpus.digest != checkpoint.digest:
