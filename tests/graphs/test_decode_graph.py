@@ -333,13 +333,18 @@ def test_1000_captures_and_drops_keep_no_memory() -> None:
         once()
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    free, _ = torch.cuda.mem_get_info()
-    for _ in range(500):  # of two sizes each
-        once()
-    torch.cuda.synchronize()
+
+    def taken() -> int:
+        """Bytes of the device, which others may take as well, by 500 captures."""
+        free, _ = torch.cuda.mem_get_info()
+        for _ in range(250):  # of two sizes each
+            once()
+        torch.cuda.synchronize()
+        return free - torch.cuda.mem_get_info()[0]
+
+    assert min(taken(), taken()) <= 128 * 2**20  # graphs themselves take memory, too
     assert torch.cuda.memory_allocated() == allocated
     assert torch.cuda.memory_reserved() <= reserved + 64 * 2**20
-    assert torch.cuda.mem_get_info()[0] >= free - 256 * 2**20  # graphs themselves take memory as well
 
 
 @pytest.mark.gpu
