@@ -12,9 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
+from sdm_compile.ops.layout import num_steps
 from sdm_compile.ops.repeats import repeat_count
+from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.write_read_cuda import Saving, runs_by_step
-from sdm_compile.ops.write_read_ops import bank_gradient
+from sdm_compile.ops.write_read_ops import bank_gradient, empty_saved
+from tests.cases import Case
 
 
 def _spoil(memory: Any, form: Any, name: str) -> None:
@@ -39,6 +42,14 @@ def _run(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
             _spoil(memory, form, "dB")
             loop.conclude(memory)
         loop.read(memory)
+
+
+def saving_of(case: Case, memory: Tensor, inputs: Sequence[Tensor], mode: str, writer: str) -> Saving:
+    """Where a forward of this case keeps what its backward reads; it holds nothing yet."""
+    saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode)
+    steps = num_steps(case.tokens, case.chunk_size)
+    saved = saved.unflattened(steps, case.streams, case.chunk_size, case.writes)
+    return Saving(saved, mode, SnapshotPlan(COMPACT, writer))
 
 
 def filled_gradient(dfinal: Tensor | None, like: Tensor) -> Tensor:

@@ -272,7 +272,7 @@ Groups = Sequence[Sequence[StepLoop]]
 """A call's loops in order, those of one group of streams after those of the other."""
 
 
-def run_plainly(groups: Groups, device: torch.device, fill: Fill | None = None) -> None:
+def run_plainly(groups: Groups, device: torch.device, fill: Fill | None) -> None:
     """Runs all loops one after the other by plain launches on the current stream."""
     memories, streams = (Memory(), Memory()), _new_streams(device)
     for k, memory in enumerate(memories):
@@ -286,7 +286,7 @@ def replay(
     tensors: Sequence[Tensor],
     loops: Callable[[], Groups],
     device: torch.device,
-    fill: Fill | None = None,
+    fill: Fill | None,
 ) -> None:
     """Runs a call's loops in order on the current stream, replaying what is captured; captures what is missing first.
 
@@ -365,9 +365,7 @@ def _recorded(built: Sequence[Sequence[_Built]]) -> list[list[_Recorded]] | None
     return runners
 
 
-def _run(
-    groups: Sequence[Sequence[_Runner]], place: _Place, stream: torch.cuda.Stream, fill: Fill | None = None
-) -> None:
+def _run(groups: Sequence[Sequence[_Runner]], place: _Place, stream: torch.cuda.Stream, fill: Fill | None) -> None:
     try:
         _run_groups(groups, place.streams, fill)
     finally:

@@ -35,6 +35,7 @@ from .row_writes_kernels import RowWrites, empty_row_writes
 from .snapshot_tiles import convert
 from .token_gather_kernels import (
     TokenGatherConfig,
+    columns_per_program,
     has_slot,
     load_entries,
     row_addresses,
@@ -145,6 +146,13 @@ def _next_rows(p_slot, p_decay, p_weight, o_n, left):
 
 
 @triton.jit
+def _load_rows(p_bank, slot, m_d, num_slots, D: tl.constexpr):
+    """Rows `slot` as the bank has them, zero where there is none; and what of them there is."""
+    held = has_slot(slot[:, None], num_slots) & m_d[None, :]
+    return tl.load(row_addresses(p_bank, slot, D), mask=held, other=0.0, eviction_policy="evict_first"), held
+
+
+@triton.jit
 def _save_rows(p_snapshot, p_ordinal, raw, o_n, left, held, D: tl.constexpr):
     """Rows o_n, of which `left` are left, as the bank has them, into the chunk's rows of the snapshot."""
     ordinal = tl.load(p_ordinal + o_n, mask=o_n < left, other=0)
@@ -207,8 +215,7 @@ def _write(
     _wait(p_counters + MULTIPLIED, multiplied)
     delta = tl.load(p_delta + token * D, mask=m_d, other=0.0)
     while shared > 0:
-        held = has_slot(slot[:, None], num_slots) & m_d[None, :]
-        raw = tl.load(row_addresses(p_bank, slot, D), mask=held, other=0.0, eviction_policy="evict_first")
+        raw, held = _load_rows(p_bank, slot, m_d, num_slots, D)
         # Nearly all of these slots have two writes: what the second takes is asked for at once.
         second = link >= 0
         second_weight = tl.load(p_write_w + link, mask=second, other=0.0)
@@ -238,8 +245,7 @@ def _write(
         link = following_link
     slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_y, left)
     while left > 0:
-        held = has_slot(slot[:, None], num_slots) & m_d[None, :]
-        raw = tl.load(row_addresses(p_bank, slot, D), mask=held, other=0.0, eviction_policy="evict_first")
+        raw, held = _load_rows(p_bank, slot, m_d, num_slots, D)
         if STORE:
             _save_rows(p_snapshot, p_ordinal, raw, o_y, left, held, D)
             p_ordinal += BY
@@ -449,8 +455,8 @@ def unit_columns(streams: int, head_dim: int, itemsize: int) -> int:
     Measured on an H200, us per step with 128 and 256 bytes: 17.2 and 20.1 with 2 streams of 1024 columns, 71.2 and 69.0
     with 8; with 8 and a chunk of 256 463 and 465, and 625 and 609 where the write saves the rows.
     """
-    width, row = triton.next_power_of_2(head_dim), streams * head_dim * itemsize
-    return min((256 if row >= 32 * 256 else 128) // itemsize, width)
+    pieces = 2 if streams * head_dim * itemsize >= 32 * 256 else 1
+    return min(pieces * columns_per_program(head_dim, itemsize), triton.next_power_of_2(head_dim))
 
 
 class FlowMemory(NamedTuple):

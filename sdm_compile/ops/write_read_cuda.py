@@ -261,11 +261,7 @@ class _SlabLoop:
         return _slab_bytes(self.signature)
 
     def clear(self, slab: Slab) -> None:
-        for ids in (
-            slab.staged.k_idx,
-            slab.staged.q_idx,
-            slab.fields.group_slot,
-        ):  # the last one for steps by themselves
+        for ids in (slab.staged.k_idx, slab.staged.q_idx, slab.fields.group_slot):
             ids.fill_(-1)
 
     def stage(self, slab: Slab) -> None:

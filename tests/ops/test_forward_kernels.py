@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from sdm_compile import repeated_write_slots, sdm_write_read
 from sdm_compile.ops import decay_write, dual_matmul, phase1, row_quant, solve, staging, token_gather
-from sdm_compile.ops.layout import StepGroups, num_steps
-from sdm_compile.ops.write_read_ops import empty_saved
+from sdm_compile.ops.layout import StepGroups
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case
 from tests.compiled import compile_call
 from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
@@ -41,9 +40,9 @@ from sdm_compile.ops import (  # noqa: E402
     token_gather_kernels,
 )
 from sdm_compile.ops.bound import KernelCall  # noqa: E402
-from sdm_compile.ops.snapshot import COMPACT, SNAPSHOT_MODES, SnapshotPlan  # noqa: E402
+from sdm_compile.ops.snapshot import SNAPSHOT_MODES  # noqa: E402
 from sdm_compile.ops.step_table import ADDRESSES  # noqa: E402
-from sdm_compile.ops.write_read_cuda import Saving, call_loops  # noqa: E402
+from sdm_compile.ops.write_read_cuda import call_loops  # noqa: E402
 from tests import loops  # noqa: E402
 
 ON_CUDA: dict[str, Callable[..., Any]] = {
@@ -172,11 +171,8 @@ def launch_saving_forwards(case: Case, inputs: list[Tensor]) -> None:
     """The steps of calls that save, with every writer and form of rows, and with the addresses from a table."""
     memory, *inputs = inputs
     readings = torch.empty(case.streams, case.tokens, case.head_dim, dtype=memory.dtype)
-    steps = num_steps(case.tokens, case.chunk_size)
     for mode, writer in (("none", "gather"), *((mode, "write") for mode in SNAPSHOT_MODES)):
-        saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode)
-        saved = saved.unflattened(steps, case.streams, case.chunk_size, case.writes)
-        saving = Saving(saved, mode, SnapshotPlan(COMPACT, writer))
+        saving = loops.saving_of(case, memory, inputs, mode, writer)
         for loop in chain(*call_loops(memory, inputs, case.chunk_size, readings, saving)):
             slab = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), loop.memory_form())
             for table in (None, torch.empty(loop.length, ADDRESSES, dtype=torch.int64)):

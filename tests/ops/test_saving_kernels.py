@@ -15,15 +15,7 @@ from torch import Tensor
 from sdm_compile.ops import decay_write
 from sdm_compile.ops.layout import StepGroups
 from sdm_compile.ops.phase1 import phase1
-from sdm_compile.ops.snapshot import (
-    COMPACT,
-    SNAPSHOT_MODES,
-    SnapshotMismatchError,
-    SnapshotPlan,
-    StepRows,
-    empty_snapshot,
-)
-from sdm_compile.ops.write_read_ops import empty_saved
+from sdm_compile.ops.snapshot import SNAPSHOT_MODES, SnapshotMismatchError, StepRows, empty_snapshot
 from tests.cases import Case
 from tests.compiled import compile_call
 from tests.harness import Sample, assert_close, assert_same_bits
@@ -32,7 +24,6 @@ from tests.samples import CASES
 
 triton = pytest.importorskip("triton")
 from sdm_compile.ops.decay_write_kernels import DecayWriteConfig, decay_write_call  # noqa: E402
-from sdm_compile.ops.write_read_cuda import Saving  # noqa: E402
 from tests import loops  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -184,9 +175,9 @@ def assert_saves_the_same(
     found = []
     for writer, by_step in (("write", True), ("write", False), ("gather", False)):
         bank, readings = memory.clone(), torch.empty_like(inputs[2])
-        saved = empty_saved(memory, inputs[0], inputs[5], chunk, "none").unflattened(3, streams, chunk, writes)
+        saving = loops.saving_of(case, memory, inputs, "none", writer)
+        saved = saving.saved
         saved.snapshot.view(torch.uint8).fill_(85)
-        saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
         loops.forward(bank, inputs, chunk, readings, saving, slab=1, by_step=by_step)
         kept = (saved.snapshot, saved.retrieved, bank, readings)
         found.append([x.contiguous().view(torch.uint8).cpu() for x in kept])
@@ -199,8 +190,7 @@ def assert_saves_the_same(
 def test_launches_for_each_step_have_no_gather_that_saves() -> None:
     case = Case("saving", streams=1, tokens=2, writes=2, reads=1, head_dim=4, slots=5, chunk_size=2)
     memory, *inputs = case.make(F32)
-    saved = empty_saved(memory, inputs[0], inputs[5], 2, "none").unflattened(1, 1, 2, 2)
-    saving = Saving(saved, "none", SnapshotPlan(COMPACT, "gather"))
+    saving = loops.saving_of(case, memory, inputs, "none", "gather")
     with pytest.raises(SnapshotMismatchError, match="not the gather"):
         loops.forward(memory.clone(), inputs, 2, torch.empty_like(inputs[2]), saving, slab=1, by_step=True)
 

@@ -31,10 +31,7 @@ from triton.runtime import interpreter
 from sdm_compile.ops import step_flow_kernels, write_read_cuda
 from sdm_compile.ops.bound import KernelCall
 from sdm_compile.ops.launch import own_memory
-from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.step_flow_kernels import StepFlowConfig
-from sdm_compile.ops.write_read_cuda import Saving
-from sdm_compile.ops.write_read_ops import empty_saved
 from tests import loops
 
 WIDE = Case("six units", streams=2, tokens=11, writes=3, reads=4, head_dim=70, slots=9, chunk_size=4)
@@ -50,10 +47,8 @@ def outputs(case: Case, dtype: torch.dtype, slab: int, writer: str | None = None
     bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
     saving = None
     if writer is not None:
-        saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, "none")
-        saved = saved.unflattened(-(-case.tokens // case.chunk_size), case.streams, case.chunk_size, case.writes)
-        saved.snapshot.fill_(7.0)
-        saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
+        saving = loops.saving_of(case, memory, inputs, "none", writer)
+        saving.saved.snapshot.fill_(7.0)
     loops.forward(bank, inputs, case.chunk_size, readings, saving, slab=slab)
     return [readings, bank, *([] if saving is None else [saving.saved.snapshot, saving.saved.retrieved])]
 
@@ -146,10 +141,8 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
     far, found = len(memory) + 3, []
     for instead in (far, -1):
         bank, readings = memory.clone(), torch.zeros_like(inputs[2])
-        saved = empty_saved(memory, inputs[0], inputs[5], WIDE.chunk_size, "none")
-        saved = saved.unflattened(3, WIDE.streams, WIDE.chunk_size, WIDE.writes)
-        saved.snapshot.fill_(7.0)
-        saving = Saving(saved, "none", SnapshotPlan(COMPACT, writer))
+        saving = loops.saving_of(WIDE, memory, inputs, "none", writer)
+        saving.saved.snapshot.fill_(7.0)
         with patch.object(write_read_cuda, "slab_steps", lambda steps, fits: 1):
             [[loop, *_]] = write_read_cuda.call_loops(bank, inputs, WIDE.chunk_size, readings, saving)
         slab = own_memory(loop, bank.device)
@@ -159,7 +152,7 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
             assert (ids == 2).any()
             ids[ids == 2] = instead
         loop.steps(slab, None)
-        found.append([bank, readings, saved.snapshot, saved.retrieved[:1]])
+        found.append([bank, readings, saving.saved.snapshot, saving.saved.retrieved[:1]])
     assert_same_bits(*found)
 
 

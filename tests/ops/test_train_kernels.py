@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sdm_compile import repeated_write_slots
-from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, empty_saved, input_gradients, plan_call
+from sdm_compile.ops.write_read_ops import CPU, input_gradients, plan_call
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
@@ -22,7 +21,6 @@ from tests.interpreted import in_the_interpreter, run_interpreted
 pytest.importorskip("triton")
 from sdm_compile.ops import write_read_cuda
 from sdm_compile.ops.write_read_bwd_cuda import call_of
-from sdm_compile.ops.write_read_cuda import Saving
 from tests import loops
 
 CASES = [RAGGED, replace(TANGLED, tokens=23), SIGNED, replace(REUSE, tokens=21)]
@@ -40,12 +38,11 @@ def unflattened(saved: Saved, case: Case) -> Saved:
 def save(case: Case, mode: str, writer: str, slab: int, by_step: bool | None = None) -> tuple[Tensor, Tensor, Saved]:
     memory, *inputs = case.make(torch.float32)
     bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
-    saved = unflattened(empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode), case)
-    for x in saved:
+    saving = loops.saving_of(case, memory, inputs, mode, writer)
+    for x in saving.saved:
         x.copy_(torch.full(x.shape, 7.0))
-    saving = Saving(saved, mode, SnapshotPlan(COMPACT, writer))
     loops.forward(bank, inputs, case.chunk_size, readings, saving, slab=slab, by_step=by_step)
-    return readings, bank, saved
+    return readings, bank, saving.saved
 
 
 def rows_of_groups(saved: Saved, case: Case, steps: int | None = None) -> list[Tensor]:
