@@ -102,10 +102,11 @@ class SparseDeltaMemory(nn.Module):
     def forward(self, x: Tensor, state: SDMState | None = None) -> tuple[Tensor, SDMState]:
         """Runs the layer over a segment of each sequence, going on from `state`.
 
-        With grad mode on, `state` is left as it was, and gradients flow through it and through the returned one. With
-        grad mode off, its bank is advanced in place and `state` itself comes back; one token then takes the decode
-        step. So under activation checkpointing use the non-reentrant kind: the reentrant one runs the layer with grad
-        mode off first, which would advance the state before the recomputation reads it.
+        With grad mode on, `state` is left as it was, and gradients flow through it and through the returned one:
+        neither may be advanced in place before the backward has run. With grad mode off, its bank is advanced in place
+        and `state` itself comes back; one token then takes the decode step. So under activation checkpointing use the
+        non-reentrant kind: the reentrant one runs the layer with grad mode off first, which would advance the state
+        before the recomputation reads it.
 
         Args:
             x: [B, T, dim]. B = 0 and T = 0 are legal (where BatchNorm is: in training it needs two tokens).

@@ -14,7 +14,8 @@ from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
 from sdm_compile.ops.layout import num_steps
 from sdm_compile.ops.repeats import repeat_count
-from sdm_compile.ops.snapshot import COMPACT, SnapshotPlan
+from sdm_compile.ops.row_versions_kernels import latest_rows_call
+from sdm_compile.ops.snapshot import COMPACT, VERSIONS, SnapshotPlan
 from sdm_compile.ops.write_read_cuda import Saving, runs_by_step
 from sdm_compile.ops.write_read_ops import bank_gradient, empty_saved
 from tests.cases import Case
@@ -45,11 +46,13 @@ def _run(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
 
 
 def saving_of(case: Case, memory: Tensor, inputs: Sequence[Tensor], mode: str, writer: str) -> Saving:
-    """Where a forward of this case keeps what its backward reads; it holds nothing yet."""
-    saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode)
+    """Where a forward of this case keeps what its backward reads; it holds nothing yet. writer: see `RawRows`."""
+    versions = writer == "versions"
+    saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode, versions)
+    saved.latest.fill_(-1)
     steps = num_steps(case.tokens, case.chunk_size)
     saved = saved.unflattened(steps, case.streams, case.chunk_size, case.writes)
-    return Saving(saved, mode, SnapshotPlan(COMPACT, writer))
+    return Saving(saved, mode, SnapshotPlan(VERSIONS, "write") if versions else SnapshotPlan(COMPACT, writer))
 
 
 def filled_gradient(dfinal: Tensor | None, like: Tensor) -> Tensor:
@@ -74,8 +77,12 @@ def forward(
         patch.object(write_read_cuda, "slab_steps", lambda steps, fits: slab),
         patch.object(write_read_cuda, "runs_by_step", runs_by_step if by_step is None else lambda mode: by_step),
     ):
-        loops = write_read_cuda.call_loops(bank, inputs, chunk_size, readings, saving, repeat_count(bank.device))
+        versions = saving is not None and saving.writer == "versions"
+        source = bank.clone() if versions else bank
+        loops = write_read_cuda.call_loops(source, inputs, chunk_size, readings, saving, repeat_count(bank.device))
         _run(list(loops), bank.device)
+        if versions:
+            latest_rows_call(bank, source, saving.saved.snapshot, saving.saved.latest).launch()
 
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .bound import KernelCall
 from .launch import eviction_hint
 from .layout import StepGroups
-from .snapshot import COMPACT, NO_ROWS, SCALED_MODES, Announcement, StepRows
+from .snapshot import SCALED_MODES, Announcement, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized
 from .step_bwd_kernels import Banks, GradientGatherConfig, gradient_gather_call, sum_parts_call
 from .step_table import from_table
@@ -257,9 +257,9 @@ def decay_write_call(
     return KernelCall(_decay_write_kernel, grid, (*tensors, num_slots, width, payload.shape[1]), options)
 
 
-def announce(saving: StepRows | None, keeps_rows: bool) -> Announcement:
-    """What the write stage of a call says of itself, if it was given `saving`: see `agreed_writer`."""
-    return Announcement(COMPACT if keeps_rows else NO_ROWS, saving is not None)
+def announce(saving: StepRows | None, layout: int) -> Announcement:
+    """What the write stage of a call, built for a layout and given `saving`, says of itself: see `agreed_writer`."""
+    return Announcement(layout, saving is not None)
 
 
 def entry_slots_call(groups: StepGroups, slots: Tensor) -> KernelCall:

@@ -15,7 +15,7 @@ class Dispatch:
     op: str  # the registered op that ran
     route: str  # which implementation: "cpu", "triton"; of a forward on CUDA "triton in one launch", "triton by step"
     situation: Situation
-    layout: int | None  # snapshot layout: 2 compact rows, 4 no rows, 0 one row per entry; None: no chunked call
+    layout: int | None  # snapshot layout: 2 compact rows, 4 no rows, 6 versions of rows; None: no chunked call
     writer: str | None  # the stage that writes the snapshot's rows
     steps: int
     streams: int

@@ -126,7 +126,7 @@ def _draft_kernel(
         decode_token(
             p_k_rows, p_token_rows, m_k, p_q_rows, m_q, p_k_idx + token * W, p_k_val + token * W, p_v, p_beta,
             p_g + token * (W if GATES else 1), p_q_val + token * R, p_readings, p_repeats,
-            num_slots, token, tile, o_d, m_d, D, W, BW, GW, GR, GATES, BD, EARLY,
+            num_slots, token, tile, o_d, m_d, D, W, BW, GW, GR, GATES, BD, EARLY, False,
         )  # fmt: skip
 
 

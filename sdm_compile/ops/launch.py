@@ -1,9 +1,9 @@
 """How step loops reach the device: captured once per signature and replayed for every eager call.
 
 A captured loop takes the addresses that differ between calls, the bank's above all, from a small table on the device,
-which a kernel writes just before the replay. A loop whose steps are a single launch has no table: only what stands
-between its inputs and its steps is captured. Loops are kept per device and stream; all loops of a stream share two
-working memories, which they take in turn, and two streams never share one. SPEC section 5.
+which a kernel writes just before the replay. Of a loop whose steps are a single launch only what stands between its
+inputs and its steps is captured. Loops are kept per device and stream; all loops of a stream share two working
+memories, which they take in turn, and two streams never share one. SPEC section 5.
 
 What comes before and after a loop's steps (staging, Phase 1, the solve; the readings) does not touch the bank, so it
 runs on a second stream, under the steps of the neighbouring loops.
@@ -53,7 +53,11 @@ class StepLoop(Protocol):
         """How many steps it has."""
 
     def addresses(self) -> Sequence[StepAddress]:
-        """What stands in its table, at most `ADDRESSES`; nothing if its steps are launched as they are."""
+        """What stands in its table, at most `ADDRESSES`; nothing if what is captured touches nothing of the call's."""
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether the steps are captured; else they are launched as they are."""
 
     def memory_form(self) -> Any:
         """The working memory: a nest of meta tensors."""
@@ -148,7 +152,7 @@ class _Captured:
     table: Tensor | None  # [steps, ADDRESSES] int64 on the device
     couple_graph: torch.cuda.CUDAGraph
     conclude_graph: torch.cuda.CUDAGraph | None
-    steps_graph: torch.cuda.CUDAGraph | None  # None, like the table, if the steps are launched as they are
+    steps_graph: torch.cuda.CUDAGraph | None  # None if the steps are launched as they are
     done: torch.cuda.Event  # after the latest call of its device and stream
     used: int = 0  # the number of the latest call that used it
 
@@ -420,7 +424,7 @@ def _capture(loop: StepLoop, shared: Memory, done: torch.cuda.Event, device: tor
         table = in_a_thread(stream, lambda: torch.empty(loop.length, ADDRESSES, dtype=torch.int64, device=device))
         write_table(table, addresses)
     couple = _captured_graph(device, lambda: loop.couple(memory, table), SIDE_PRIORITY)
-    steps = _captured_graph(device, lambda: loop.steps(memory, table)) if addresses else None
+    steps = _captured_graph(device, lambda: loop.steps(memory, table)) if loop.captures_steps else None
     conclude = _captured_graph(device, lambda: loop.conclude(memory), SIDE_PRIORITY) if loop.concludes else None
     own = (shared.bytes,) if table is None else (shared.bytes, table)
     return _Captured(memory, own, table, couple, conclude, steps, done)

@@ -23,7 +23,7 @@ ENTRIES = 128  # of a program of one warp
 class RowWrites(NamedTuple):
     """The rows that each token writes; of a token's W places those behind its last row hold anything."""
 
-    slot: Tensor  # [steps, P, C, W] int32
+    slot: Tensor  # [steps, P, C, W] int32; or int64, the address of the row before the step
     decay: Tensor  # [steps, P, C, W] float32, exp(Lt) of the slot
     weight: Tensor  # [steps, P, C, W] float32, of the token's own write
     link: Tensor  # [steps, P, C, W] int32, the slot's next entry, where there is one
@@ -32,11 +32,13 @@ class RowWrites(NamedTuple):
     rows: Tensor  # [steps, P, C] int32, how many rows
 
 
-def empty_row_writes(tokens: tuple[int, ...], writes: int, like: Tensor, ordinals: bool) -> RowWrites:
+def empty_row_writes(
+    tokens: tuple[int, ...], writes: int, like: Tensor, ordinals: bool, addresses: bool = False
+) -> RowWrites:
     """Fresh `RowWrites` for tokens = (steps, P, C)."""
     of_writes = (*tokens, writes)
     return RowWrites(
-        slot=empty(of_writes, like, torch.int32),
+        slot=empty(of_writes, like, torch.int64 if addresses else torch.int32),
         decay=empty(of_writes, like, torch.float32),
         weight=empty(of_writes, like, torch.float32),
         link=empty(of_writes, like, torch.int32),
@@ -49,6 +51,7 @@ def empty_row_writes(tokens: tuple[int, ...], writes: int, like: Tensor, ordinal
 @triton.jit
 def _row_writes_kernel(
     p_k_idx,
+    p_k_rows,
     p_lead_value,
     p_write_w,
     p_lead_index,
@@ -82,7 +85,10 @@ def _row_writes_kernel(
     of_shared = tl.cumsum(shared.to(tl.int32), axis=1)
     of_alone = count[:, None] + tl.cumsum(alone.to(tl.int32), axis=1)
     place = o_t[:, None] * W + tl.where(shared, of_shared, of_alone) - 1
-    tl.store(p_slot + place, slot, mask=written)
+    if p_k_rows is not None:
+        tl.store(p_slot + place, tl.load(p_k_rows + at, mask=written, other=0), mask=written)
+    else:
+        tl.store(p_slot + place, slot, mask=written)
     tl.store(p_decay + place, decay, mask=written)
     tl.store(p_weight + place, weight, mask=written)
     tl.store(p_link + place, link, mask=written)
@@ -93,16 +99,22 @@ def _row_writes_kernel(
 
 
 def row_writes_call(
-    k_idx: Tensor, leads: tuple[Tensor, Tensor], write_w: Tensor, ordinals: Tensor | None, out: RowWrites
+    k_idx: Tensor,
+    leads: tuple[Tensor, Tensor],
+    write_w: Tensor,
+    ordinals: Tensor | None,
+    out: RowWrites,
+    k_rows: Tensor | None = None,
 ) -> KernelCall:
     """Fills `out` from contiguous tensors, by entry.
 
+    k_rows: the addresses of the rows at k_idx, where `out` has those.
     leads: exp(Lt) of its slot at the slot's first write and -1 at the others, float32; and the slot's next entry or -1,
         int32. ordinals: int32, None where `out` has none.
     """
     writes = k_idx.shape[-1]
     tokens, width = k_idx.numel() // writes, triton.next_power_of_2(writes)
     block = max(1, ENTRIES // width)
-    tensors = (k_idx, leads[0], write_w, leads[1], ordinals, *out)
+    tensors = (k_idx, k_rows, leads[0], write_w, leads[1], ordinals, *out)
     options = dict(W=writes, BT=block, BW=width, num_warps=1)
     return KernelCall(_row_writes_kernel, (triton.cdiv(tokens, block),), (*tensors, tokens), options)

@@ -17,7 +17,7 @@ from .bound import KernelCall
 from .slot_groups_kernels import entry_parts
 from .slot_sort_kernels import PLACES
 from .snapshot_tiles import addressable
-from .step_table import from_table
+from .step_table import from_table, rows_before
 
 
 @triton.jit
@@ -25,6 +25,7 @@ def _row_numbers_kernel(
     p_where,
     p_payload,
     p_rows,
+    p_previous,
     p_table,
     p_slot,
     p_ordinal,
@@ -40,17 +41,18 @@ def _row_numbers_kernel(
 ):
     """All steps of one stream, the last one first: which row of the snapshot a group's slot had before the step.
 
-    That is the row that the step saved of a written slot, and else the one that `where` has; then `where` is told.
-    TABLE: the addresses of `where`, the payload, and the first step's rows in it stand in p_table.
+    That is the row that the step saved of a written slot, or, of versions, the one that it made its own from; and else
+    the one that `where` has. Then `where` is told. p_previous: None without versions.
+    TABLE: the addresses of `where`, the payload, the first step's rows in it, and `previous` stand in p_table.
     """
     if TABLE:
         p_payload = from_table(p_payload, p_table, 2)
         p_where = from_table(p_where, p_table, 4)
         p_rows = from_table(p_rows, p_table, 5)
+        if p_previous is not None:
+            p_previous = from_table(p_previous, p_table, 6)
     p = tl.program_id(0).to(tl.int64)
-    first = (p_rows.to(tl.int64) - p_payload.to(tl.int64)) // (
-        DP * (p_payload.dtype.element_ty.primitive_bitwidth // 8)
-    )
+    first = rows_before(p_payload, p_rows, DP)
     for back in range(0, steps):
         step = steps - 1 - back
         rows = (first + step.to(tl.int64) * rows_per_step + p * E).to(tl.int32)
@@ -61,8 +63,11 @@ def _row_numbers_kernel(
             ordinal = tl.load(p_ordinal + chunk + o_g, mask=o_g < F, other=-1)
             used = (slot >= 0) & (slot < num_slots)
             number = tl.load(p_where + slot, mask=used & (ordinal < 0), other=-1)
-            tl.store(p_number + chunk + o_g, tl.where(ordinal < 0, number, rows + ordinal), mask=o_g < F)
-            tl.store(p_where + slot, rows + ordinal, mask=used & (ordinal >= 0))
+            own = rows + ordinal
+            if p_previous is not None:
+                own = tl.load(p_previous + own, mask=used & (ordinal >= 0), other=-1)
+            tl.store(p_number + chunk + o_g, tl.where(ordinal < 0, number, own), mask=o_g < F)
+            tl.store(p_where + slot, own, mask=used & (ordinal >= 0))
         tl.debug_barrier()  # other threads read what was stored, in the next step
 
 
@@ -129,6 +134,7 @@ def row_numbers_call(
     where: Tensor,
     payload: Tensor,
     rows: Tensor,
+    previous: Tensor | None,
     table: Tensor | None,
     slot: Tensor,
     ordinal: Tensor,
@@ -140,9 +146,11 @@ def row_numbers_call(
     """Fills numbers [steps, P, F] int32 for slot and ordinal of as many groups; see `SlotEntries`.
 
     Args:
-        where: [num_slots] int32, the row of the snapshot that the next later step saved, -1 for none; updated.
+        where: [num_slots] int32, the row of the snapshot that the next later step saved, -1 for none; updated. Of
+            versions: the one that is current.
         payload: [rows, *] the snapshot's of all steps and streams. rows: its part from the first of these steps and
-            streams on. With a `table` both addresses, and that of `where`, come from its entries 2, 5 and 4.
+            streams on. previous: [rows] int32 of versions, see `Saved`, or None. With a `table` these addresses, and
+            that of `where`, come from its entries 2, 5, 6 and 4.
         rows_per_step, rows_per_stream: of the payload, of all streams of a step and of one of them.
     """
     steps, streams, entries = slot.shape
@@ -151,7 +159,7 @@ def row_numbers_call(
     # blocks of 1024, 4096 and 8192: 170, 133 and 127.
     block = min(8192, triton.next_power_of_2(entries))
     options = dict(E=rows_per_stream, F=entries, B=block, TABLE=table is not None, num_warps=max(1, block // 256))
-    tensors = (where, payload, rows, where if table is None else table, slot, ordinal, numbers)
+    tensors = (where, payload, rows, previous, where if table is None else table, slot, ordinal, numbers)
     args = (*tensors, where.shape[0], steps, rows_per_step, payload.shape[1])
     return KernelCall(_row_numbers_kernel, (streams,), args, options)
 

@@ -4,11 +4,12 @@
     rows      per slot that the step writes or reads: the row's dots with the gradient and with what each write and read
               sent back; the gradient through decay, retrieval and reading
 
-The bank is not walked back: a row before the step is the snapshot's that its step saved, or, for a slot that is only
-read, the one that the next step to write it did. Which it is follows from slots alone, so that it is known before the
-steps: `row_numbers_call`. A dot over D columns leaves a kernel as
-one part for each of its blocks of columns, a number that D and the dtypes fix, and is the sum of those in order:
-`sum_parts_call`, for any number of steps at once.
+The bank is not walked back: a row before the step is one of the snapshot (the one that the step saved, or, for a slot
+that is only read, that the next step to write it did; of versions, the one that the last step before made), or else
+the bank's own. Which it is follows from slots alone, so that it is known before the steps: `row_numbers_call`.
+
+A dot over D columns leaves a kernel as one part for each of its blocks of columns, a number that D and the dtypes fix,
+and is the sum of those in order: `sum_parts_call`, for any number of steps at once.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ class Banks(NamedTuple):
     """
 
     dM: Tensor  # [num_slots, D] the gradient, in the bank's dtype or float32; updated
-    bank: Tensor  # [num_slots, D] the final one
+    bank: Tensor  # [num_slots, D] the final one, or, of versions, the one before the call
     snapshot: StepRows  # of all steps
     table: Tensor | None = None  # [ADDRESSES] int64, multiples of 16
 
@@ -287,7 +288,7 @@ class SlotEntries(NamedTuple):
     slot: Tensor  # [P, F] int32
     lead: Tensor  # [P, F] int32
     ordinal: Tensor  # [P, F] int32
-    number: Tensor  # [P, F] int32, the snapshot's row of each group's slot before the step; -1: it is the final bank's
+    number: Tensor  # [P, F] int32, the snapshot's row of each group's slot before the step; -1: it is the bank's
     sources: Tensor  # [P, F] int32, by place: 2 * the entry's token, and one more for a read
     weights: Tensor  # [P, F] float32, by place, see `entry_weights_call`
     group_decay: Tensor  # [P, E] float32

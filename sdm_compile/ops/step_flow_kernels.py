@@ -146,27 +146,26 @@ def _next_rows(p_slot, p_decay, p_weight, o_n, left):
 
 
 @triton.jit
-def _load_rows(p_bank, slot, m_d, num_slots, D: tl.constexpr):
-    """Rows `slot` as the bank has them, zero where there is none; and what of them there is."""
+def _load_rows(p_bank, slot, o_d, m_d, num_slots, D: tl.constexpr):
+    """Rows `slot` as they are before the step, zero where there is none; and what of them there is."""
     held = has_slot(slot[:, None], num_slots) & m_d[None, :]
-    return tl.load(row_addresses(p_bank, slot, D), mask=held, other=0.0, eviction_policy="evict_first"), held
+    return tl.load(row_addresses(p_bank, slot, o_d, D), mask=held, other=0.0, eviction_policy="evict_first"), held
 
 
 @triton.jit
-def _save_rows(p_snapshot, p_ordinal, raw, o_n, left, held, D: tl.constexpr):
-    """Rows o_n, of which `left` are left, as the bank has them, into the chunk's rows of the snapshot."""
-    ordinal = tl.load(p_ordinal + o_n, mask=o_n < left, other=0)
+def _save_rows(p_snapshot, ordinal, raw, o_d, held, D: tl.constexpr):
+    """Rows as the bank has them into the chunk's rows `ordinal` of the snapshot."""
     kept = convert(raw, p_snapshot.dtype.element_ty)
-    tl.store(row_addresses(p_snapshot, ordinal, D), kept, mask=held, eviction_policy="evict_first")
+    tl.store(row_addresses(p_snapshot, ordinal, o_d, D), kept, mask=held, eviction_policy="evict_first")
 
 
 @triton.jit
-def _store_rows(p_bank, slot, row, held, D: tl.constexpr):
-    """Stores rows `slot` of the bank, not to be kept in the cache.
+def _store_rows(p_first, number, row, o_d, held, D: tl.constexpr):
+    """Stores rows `number`, counted from p_first on, not to be kept in the cache.
 
     Measured on an H200, us per step of 8 streams of 1024 columns: 71.6, and 75.6 with rows marked to go first."""
-    row = row.to(p_bank.dtype.element_ty)
-    tl.store(row_addresses(p_bank, slot, D), row, mask=held, cache_modifier=".cs")
+    row = row.to(p_first.dtype.element_ty)
+    tl.store(row_addresses(p_first, number, o_d, D), row, mask=held, cache_modifier=".cs")
 
 
 @triton.jit
@@ -193,38 +192,41 @@ def _write(
     W: tl.constexpr,
     BX: tl.constexpr,
     BY: tl.constexpr,
-    STORE: tl.constexpr,
+    WRITER: tl.constexpr,
 ):
     """Writes a token's rows, BX at a time as long as other tokens write some of them too, and then BY at a time.
 
-    p_slot to p_rows: see RowWrites; p_write_w and p_next: weight and next entry by entry. Pointers are the chunk's."""
+    p_slot to p_rows: see RowWrites; p_write_w and p_next: weight and next entry by entry. WRITER: see KeptRows; rows
+    are kept at p_ordinal of p_snapshot. Pointers are the chunk's.
+    """
+    VERSIONS: tl.constexpr = WRITER == "versions"
+    ORDINALS: tl.constexpr = VERSIONS or WRITER == "write"
     p_slot += token * W
     p_decay += token * W
     p_weight += token * W
     p_link += token * W
-    p_bank += o_d
-    p_delta += o_d
-    if STORE:
+    if ORDINALS:
         p_ordinal += token * W
-        p_snapshot += o_d
     shared = tl.load(p_shared + token)
     left = tl.load(p_rows + token)
     o_x, o_y = tl.arange(0, BX), tl.arange(0, BY)
     slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_x, left)
     link = tl.load(p_link + o_x, mask=o_x < shared, other=-1)
     _wait(p_counters + MULTIPLIED, multiplied)
-    delta = tl.load(p_delta + token * D, mask=m_d, other=0.0)
+    delta = tl.load(p_delta + token * D + o_d, mask=m_d, other=0.0)
     while shared > 0:
-        raw, held = _load_rows(p_bank, slot, m_d, num_slots, D)
+        raw, held = _load_rows(p_bank, slot, o_d, m_d, num_slots, D)
         # Nearly all of these slots have two writes: what the second takes is asked for at once.
         second = link >= 0
         second_weight = tl.load(p_write_w + link, mask=second, other=0.0)
-        p_second = row_addresses(p_delta, link // W, D)
+        p_second = row_addresses(p_delta, link // W, o_d, D)
         second_delta = tl.load(p_second, mask=second[:, None] & m_d[None, :], other=0.0)
         link = tl.load(p_next + link, mask=second, other=-1)
-        if STORE:
-            _save_rows(p_snapshot, p_ordinal, raw, o_x, left, held, D)
+        if ORDINALS:
+            ordinal = tl.load(p_ordinal + o_x, mask=o_x < left, other=0)
             p_ordinal += BX
+        if WRITER == "write":
+            _save_rows(p_snapshot, ordinal, raw, o_d, held, D)
         p_slot += BX
         p_decay += BX
         p_weight += BX
@@ -238,24 +240,26 @@ def _write(
         while tl.max(link, axis=0) >= 0:
             more = link >= 0
             weight = tl.load(p_write_w + link, mask=more, other=0.0)
-            row = write_more(row, more, weight, row_addresses(p_delta, link // W, D), m_d)
+            row = write_more(row, more, weight, row_addresses(p_delta, link // W, o_d, D), m_d)
             link = tl.load(p_next + link, mask=more, other=-1)
-        _store_rows(p_bank, slot, row, held, D)
+        _store_rows(p_snapshot if VERSIONS else p_bank, ordinal if VERSIONS else slot, row, o_d, held, D)
         slot, decay, weight = following
         link = following_link
     slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_y, left)
     while left > 0:
-        raw, held = _load_rows(p_bank, slot, m_d, num_slots, D)
-        if STORE:
-            _save_rows(p_snapshot, p_ordinal, raw, o_y, left, held, D)
+        raw, held = _load_rows(p_bank, slot, o_d, m_d, num_slots, D)
+        if ORDINALS:
+            ordinal = tl.load(p_ordinal + o_y, mask=o_y < left, other=0)
             p_ordinal += BY
+        if WRITER == "write":
+            _save_rows(p_snapshot, ordinal, raw, o_d, held, D)
         p_slot += BY
         p_decay += BY
         p_weight += BY
         left -= BY
         following = _next_rows(p_slot, p_decay, p_weight, o_y, left)
         row = write_delta(convert(raw, tl.float32) * decay[:, None], weight, delta[None, :])
-        _store_rows(p_bank, slot, row, held, D)
+        _store_rows(p_snapshot if VERSIONS else p_bank, ordinal if VERSIONS else slot, row, o_d, held, D)
         slot, decay, weight = following
     _count(p_counters + WRITTEN)
 
@@ -313,7 +317,8 @@ def _step_flow_kernel(
 ):
     """A tick has the gathers of a unit, the products of the unit `multiply_later` ticks before, and the write and the
     readings of the one `write_later` ticks before. The chunks of the readings [P, T, D] begin at token `first_token`.
-    WRITER: the stage that stores raw rows into p_snapshot, or None. Steps of what is kept are those of all streams."""
+    WRITER: see `KeptRows`; or None. With versions p_k_idx, p_q_idx and p_slot are addresses of rows. Steps of what is
+    kept are those of all streams."""
     across: tl.constexpr = (BU + BN - 1) // BN
     tiles: tl.constexpr = ((C + BM - 1) // BM) * across
     pieces: tl.constexpr = BU // BD
@@ -367,7 +372,7 @@ def _step_flow_kernel(
             _write(
                 p_bank, p_slot + first, p_decay + first, p_weight + first, p_link + first, p_shared + chunk * C,
                 p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters,
-                C * pieces + tiles, n - 2 * tiles, o_u, m_u, num_slots, D, W, BX, BY, WRITER == "write",
+                C * pieces + tiles, n - 2 * tiles, o_u, m_u, num_slots, D, W, BX, BY, WRITER,
             )  # fmt: skip
         else:
             n -= 2 * tiles + C
@@ -415,16 +420,18 @@ class StepFlowConfig:
     @staticmethod
     def from_shapes(streams: int, chunk: int, writes: int, reads: int, head_dim: int, itemsize: int) -> StepFlowConfig:
         columns, width = unit_columns(streams, head_dim, itemsize), triton.next_power_of_2(writes)
+        few = max(writes, reads) <= 16 and columns * itemsize <= 128
         return StepFlowConfig(
             gather=TokenGatherConfig.from_shapes(writes, reads, head_dim, itemsize),
             columns=columns,
-            shared_rows=min(1024 // (columns * itemsize), width),
-            rows=min(4096 // (columns * itemsize), width),
+            shared_rows=min(1024 // (columns * itemsize), width, 4 if few else width),
+            rows=min(4096 // (columns * itemsize), width, 8 if few else width),
             tile=16,
             inner=min(32, max(16, triton.next_power_of_2(chunk))),
             # Measured on an H200, us per step of 8 streams of 1024 columns at a chunk of 64, and of 256: 69.0 and 465,
             # 69.6 and 469 with half as many rows, 69.5 and 511 with 104 registers, so that 19 programs fit a processor.
-            registers=96,
+            # With 16 writes of 64 columns 13.9, 17.7 with 96 registers, 14.8 with twice as many rows.
+            registers=64 if few else 96,
         )
 
     def lags(self, streams: int, chunk: int, head_dim: int, processors: int) -> tuple[int, int]:
@@ -463,6 +470,9 @@ class FlowMemory(NamedTuple):
     """Working memory of a launch: what it is to write, and what a unit keeps from one of its programs to the next."""
 
     rows: RowWrites
+    addresses: (
+        tuple[Tensor, Tensor] | None
+    )  # of the rows at k_idx and q_idx, see `version_rows_call`; of versions alone
     u: Tensor  # [P, C, D] float32
     inter: Tensor  # [P, C, D] float32
     delta: Tensor  # [P, C, D] float32
@@ -470,19 +480,34 @@ class FlowMemory(NamedTuple):
 
 
 def empty_flow_memory(
-    steps: int, streams: int, chunk: int, writes: int, head_dim: int, like: Tensor, ordinals: bool
+    steps: int,
+    streams: int,
+    chunk: int,
+    writes: int,
+    reads: int,
+    head_dim: int,
+    like: Tensor,
+    writer: str | None,
 ) -> FlowMemory:
+    """Fresh `FlowMemory`; writer: see `KeptRows`."""
+    versions = writer == "versions"
     parts = triton.cdiv(head_dim, unit_columns(streams, head_dim, like.element_size()))
     counters = like.new_empty(steps, streams * parts, COUNTERS.value, dtype=torch.int32)
     u, inter, delta = (like.new_empty(streams, chunk, head_dim, dtype=torch.float32) for _ in range(3))
-    rows = empty_row_writes((steps, streams, chunk), writes, like, ordinals)
-    return FlowMemory(rows, u, inter, delta, counters)
+    tokens = (steps, streams, chunk)
+    rows = empty_row_writes(tokens, writes, like, writer in ("write", "versions"), versions)
+    of_writes, of_reads = (like.new_empty(*tokens, n, dtype=torch.int64) for n in (writes, reads))
+    return FlowMemory(rows, (of_writes, of_reads) if versions else None, u, inter, delta, counters)
 
 
-class RawRows(NamedTuple):
-    """Where a saving launch keeps raw rows, of its first step; those of the next one are behind all streams' of it."""
+class KeptRows(NamedTuple):
+    """Where a saving launch keeps rows, of its first step; those of the next one are behind all streams' of it.
 
-    writer: str | None  # the stage that stores them: "gather" or "write"
+    writer: "gather" or "write", the stage that stores them before they are overwritten; or "versions": the write stores
+        them there alone, after it has made them, and the bank stays as it is.
+    """
+
+    writer: str | None
     ordinals: Tensor | None  # [steps, P, C, W] int32, see `launch_phase1`
     snapshot: Tensor  # [P * E, D] row p * E + ordinal
     retrieved: Tensor  # [P, C, D] float32, which the gather stores
@@ -499,7 +524,7 @@ def step_flow_call(
     memory: FlowMemory,
     readings: Tensor,
     first_token: int,
-    saving: RawRows | None = None,
+    saving: KeptRows | None = None,
 ) -> KernelCall:
     """All steps of a slab, in place on the bank, and their readings [P, T, D] from `first_token` on; all contiguous.
 
@@ -513,10 +538,11 @@ def step_flow_call(
     rows, ordinals, snapshot, kept, all_streams = memory.rows, None, None, None, streams
     if saving is not None:
         ordinals, snapshot, kept, all_streams = saving[1:]
-        if saving.writer == "write":
+        if rows.ordinal is not None:
             ordinals = rows.ordinal
+    k_rows, q_rows = (staged.k_idx, staged.q_idx) if memory.addresses is None else memory.addresses
     tensors = (
-        *(bank, staged.k_idx, fields.k_eff, staged.q_idx, fields.q_w, staged.v, staged.beta, X, QX),
+        *(bank, k_rows, fields.k_eff, q_rows, fields.q_w, staged.v, staged.beta, X, QX),
         *(fields.write_w, links, rows.slot, rows.decay, rows.weight, rows.link, rows.shared, rows.rows),
         *(memory.u, memory.inter, memory.delta, memory.counters, readings, ordinals, snapshot, kept),
     )

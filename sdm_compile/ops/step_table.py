@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .bound import KernelCall
 
-ADDRESSES = 6  # a step's entries in a table; even, so that every step's are aligned to 16 bytes
+ADDRESSES = 8  # a step's entries in a table; even, so that every step's are aligned to 16 bytes
 
 
 class StepAddress(NamedTuple):
@@ -31,7 +31,13 @@ def from_table(p, p_table, n: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.multiple_of(tl.load(p_table + n).to(tl.pointer_type(p.dtype.element_ty)), 16)
 
 
-@triton.jit(do_not_specialize=["steps", "s0", "s1", "s2", "s3", "s4", "s5"])
+@triton.jit
+def rows_before(p_payload, p_rows, D):  # type: ignore[no-untyped-def]
+    """How many rows of a payload of D columns come before p_rows, as int64."""
+    return (p_rows.to(tl.int64) - p_payload.to(tl.int64)) // (D * (p_payload.dtype.element_ty.primitive_bitwidth // 8))
+
+
+@triton.jit(do_not_specialize=["steps", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
 def _write_table_kernel(  # type: ignore[no-untyped-def]
     p_table,
     p0,
@@ -40,6 +46,8 @@ def _write_table_kernel(  # type: ignore[no-untyped-def]
     p3,
     p4,
     p5,
+    p6,
+    p7,
     steps,
     s0: tl.int64,
     s1: tl.int64,
@@ -47,9 +55,11 @@ def _write_table_kernel(  # type: ignore[no-untyped-def]
     s3: tl.int64,
     s4: tl.int64,
     s5: tl.int64,
+    s6: tl.int64,
+    s7: tl.int64,
     B: tl.constexpr,
 ):
-    firsts, strides = (p0, p1, p2, p3, p4, p5), (s0, s1, s2, s3, s4, s5)
+    firsts, strides = (p0, p1, p2, p3, p4, p5, p6, p7), (s0, s1, s2, s3, s4, s5, s6, s7)
     step = tl.arange(0, B)
     for n in tl.static_range(len(firsts)):
         address = firsts[n].to(tl.int64) + step * strides[n]

@@ -32,14 +32,20 @@ def load_entries(p_idx, p_weight, o_n, N: tl.constexpr):
 
 @triton.jit
 def has_slot(slot, num_slots):
-    """Whether a slot is in the bank, and no -1: in one comparison."""
-    return slot.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
+    """Whether a slot is in the bank, and no -1: in one comparison. Of addresses, whether there is one."""
+    if slot.dtype == tl.int64:
+        return slot > 0
+    else:
+        return slot.to(tl.uint32, bitcast=True) < num_slots.to(tl.uint32)
 
 
 @triton.jit
-def row_addresses(p_columns, slot, D: tl.constexpr):
-    """Of rows `slot` [N], from the addresses [BD] of their columns in row 0: [N, BD]."""
-    return p_columns[None, :] + slot[:, None].to(tl.int64) * D
+def row_addresses(p_bank, slot, o_d, D: tl.constexpr):
+    """Of columns o_d [BD] of rows `slot` [N]: [N, BD]. int64 are addresses of the rows themselves, multiples of 16."""
+    if slot.dtype == tl.int64:
+        return tl.multiple_of(slot.to(p_bank.dtype), 16)[:, None] + o_d[None, :]
+    else:
+        return (p_bank + o_d)[None, :] + slot[:, None].to(tl.int64) * D
 
 
 @triton.jit
@@ -72,11 +78,11 @@ def row_sum(
     for n in range(0, N * tl.num_programs(2), BN):
         o_n = n + tl.arange(0, BN)
         held = has_slot(idx[:, None], num_slots) & m_d[None, :]
-        rows = tl.load(row_addresses(p_bank + o_d, idx, D), mask=held, other=0.0, eviction_policy=EVICT)
+        rows = tl.load(row_addresses(p_bank, idx, o_d, D), mask=held, other=0.0, eviction_policy=EVICT)
         weight = tl.where(has_slot(idx, num_slots), weight, 0.0)
         if p_ordinal is not None:
             ordinal = tl.load(p_ordinal + o_n, mask=o_n < N, other=-1)
-            p_saved = row_addresses(p_snapshot + o_d, ordinal, D)
+            p_saved = row_addresses(p_snapshot, ordinal, o_d, D)
             tl.store(p_saved, rows, mask=held & (ordinal >= 0)[:, None], eviction_policy="evict_first")
         idx, following = load_entries(p_idx, p_weight, o_n + BN, N)  # while the rows come
         products = convert(rows, tl.float32) * weight[:, None]

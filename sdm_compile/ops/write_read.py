@@ -84,7 +84,8 @@ def sdm_write_read(
     Raises:
         ValueError: shapes, devices or settings disagree. UnsupportedConfigurationError: a dtype, width or chunk size
         outside the supported range. IndexError: an id at or above num_slots (CPU).
-    Note: no synchronisation on a GPU; forward-mode AD and double backward raise. SPEC sections 1 to 4.
+    Note: no synchronisation on a GPU; forward-mode AD and double backward raise. On a GPU a training call keeps
+        `memory` or the final bank for its backward: change them in place only afterwards. SPEC sections 1 to 4.
     """
     inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
     if trace_steps:

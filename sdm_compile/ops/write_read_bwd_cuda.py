@@ -50,6 +50,7 @@ KEPT = ("QX", "A", "k_eff", "q_w", "write_w", "group_decay")  # what a slab take
 @dataclass(frozen=True)
 class BackwardShape(Shape):
     mode: str  # the form of the snapshot's rows
+    versions: bool  # whether they are versions
     grad_dtype: torch.dtype  # of the bank's gradient
     all_streams: int  # of the call
 
@@ -158,8 +159,8 @@ class Call(NamedTuple):
 
     dreadings: Tensor | None  # [P, T, D]
     dM: Tensor  # [num_slots, D]
-    bank: Tensor  # [num_slots, D] the final one
-    where: Tensor  # [num_slots] int32, see `Banks`
+    bank: Tensor  # [num_slots, D] the final one, or, of versions, the one before the call
+    where: Tensor  # [num_slots] int32, see `row_numbers_call`
     inputs: Sequence[Tensor]  # [P, T, *]
     saved: Saved  # [steps, P, *], and of the snapshot [steps, P * E, *]
     snapshot: StepRows  # of all steps and streams
@@ -180,7 +181,9 @@ class _SlabLoop:
         call = self.call
         of_call = (call.dM, call.bank, call.snapshot.payload, call.snapshot.scales, call.where)
         rows = step_address(call.saved.snapshot, self.first)
-        return [*map(StepAddress, of_call), rows]
+        return [*map(StepAddress, of_call), rows, StepAddress(call.saved.previous)]
+
+    captures_steps = True
 
     def memory_form(self) -> Slab:
         return _slab_form(self.signature)
@@ -219,11 +222,12 @@ class _SlabLoop:
         places = (slab.sources.flatten(0, 1), slab.weights.flatten(0, 1))
         entry_weights_call(slab.groups.keys, k_eff, q_w, beta, *places).launch()
         rows = call.saved.snapshot[self.first]
+        previous = call.saved.previous if shape.versions else None
         first = None if table is None else table[0]
         groups = [x.unflatten(0, (shape.steps, shape.streams)) for x in (slab.groups.slot, slab.groups.ordinal)]
         entries = shape.chunk * shape.writes
         row_numbers_call(
-            *(call.where, call.snapshot.payload, rows, first, groups[0], groups[1], slab.number),
+            *(call.where, call.snapshot.payload, rows, previous, first, groups[0], groups[1], slab.number),
             rows_per_step=shape.all_streams * entries,
             rows_per_stream=entries,
         ).launch()
@@ -310,7 +314,7 @@ def _summed(parts: Tensor) -> Tensor:
 def backward_cuda(
     dreadings: Tensor | None,
     dM: Tensor,
-    final_memory: Tensor,
+    bank: Tensor,
     inputs: Sequence[Tensor],
     saved: Saved,
     chunk_size: int,
@@ -320,15 +324,15 @@ def backward_cuda(
 ) -> None:
     """`dM`, the final bank's gradient, becomes that of the bank before, in place; fills those of the inputs.
 
-    fill: fills dM first.
+    bank: the final one, or, of versions, the one before the call. fill: fills dM first.
     saved: what the forward filled, unflattened and contiguous. grads: [P, T, *] of k_val, v, beta, g and q_val, fresh.
     """
-    call = call_of(dreadings, dM, final_memory, inputs, saved, mode, grads)
+    call = call_of(dreadings, dM, bank, inputs, saved, mode, grads)
     run_loops(
         ("backward", mode, chunk_size, dreadings is None),
         [dM, call.bank, call.where, *inputs, *saved, *grads, *([] if dreadings is None else [dreadings])],
         lambda: list(call_loops(call, chunk_size)),
-        [dM, call.bank, saved.snapshot, saved.scales],
+        [dM, call.bank, saved.snapshot, saved.scales, saved.previous],
         fill,
     )
 
@@ -336,15 +340,18 @@ def backward_cuda(
 def call_of(
     dreadings: Tensor | None,
     dM: Tensor,
-    final_memory: Tensor,
+    bank: Tensor,
     inputs: Sequence[Tensor],
     saved: Saved,
     mode: str,
     grads: Sequence[Tensor],
 ) -> Call:
     """What `backward_cuda` is given, as its loops take it."""
-    bank = final_memory.contiguous()
-    where = torch.full((bank.shape[0],), -1, dtype=torch.int32, device=bank.device)
+    bank = bank.contiguous()
+    if saved.has_versions:
+        where = saved.latest.clone()
+    else:
+        where = torch.full((bank.shape[0],), -1, dtype=torch.int32, device=bank.device)
     return Call(dreadings, dM, bank, where, inputs, saved, StepRows(saved.snapshot, saved.scales, mode), grads)
 
 
@@ -353,6 +360,7 @@ def call_loops(call: Call, chunk_size: int) -> Iterator[list[_SlabLoop]]:
     shape = BackwardShape(
         **vars(Shape.of(call.bank, call.inputs, chunk_size)),
         mode=call.snapshot.mode,
+        versions=call.saved.has_versions,
         grad_dtype=call.dM.dtype,
         all_streams=call.inputs[0].shape[0],
     )

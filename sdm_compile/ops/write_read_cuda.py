@@ -22,12 +22,22 @@ from .launch import Groups, replay, run_plainly
 from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged, num_steps
 from .phase1_kernels import LEADS, Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
+from .row_versions_kernels import Versions, version_links_call, version_rows_call
 from .row_writes_kernels import row_writes_call
 from .situation import Situation, current_situation
-from .snapshot import NO_ROWS, SCALED_MODES, SnapshotMismatchError, SnapshotPlan, StepRows, agreed_writer
+from .snapshot import (
+    COMPACT,
+    NO_ROWS,
+    SCALED_MODES,
+    VERSIONS,
+    SnapshotMismatchError,
+    SnapshotPlan,
+    StepRows,
+    agreed_writer,
+)
 from .solve_kernels import launch_solve
 from .staging_kernels import launch_stage_inputs
-from .step_flow_kernels import FlowMemory, RawRows, empty_flow_memory, step_flow_call
+from .step_flow_kernels import FlowMemory, KeptRows, empty_flow_memory, step_flow_call
 from .step_loop import run_in_order
 from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
@@ -96,7 +106,8 @@ ShapeT = TypeVar("ShapeT", bound=Shape)
 class ForwardShape(Shape):
     by_step: bool = False  # a launch for each step's stages, not one for all steps
     mode: str | None = None  # the form of the snapshot's rows; None: saves nothing
-    writer: str | None = None  # the stage that stores them
+    writer: str | None = None  # what stores them, see `KeptRows`
+    all_streams: int = 0  # of the call, over which versions are numbered; 0 without them
 
 
 class StepMemory(NamedTuple):
@@ -134,7 +145,7 @@ def _slab_form(shape: ForwardShape) -> Slab:
         stepping: FlowMemory | StepMemory = StepMemory(*(make(size, dtype=torch.float32) for size in sizes))
     else:
         # What Phase 1 is the last to read, and then what the steps take.
-        flow = empty_flow_memory(*lead, shape.writes, shape.head_dim, like, ordinals=shape.writer == "write")
+        flow = empty_flow_memory(*lead, shape.writes, shape.reads, shape.head_dim, like, shape.writer)
         coupling, left = in_turn(
             dict(
                 scratch={name: x for name, x in scratch._asdict().items() if name not in LEADS},
@@ -169,17 +180,25 @@ class Saving(NamedTuple):
     mode: str
     declared: SnapshotPlan
 
+    @property
+    def writer(self) -> str | None:
+        """What stores rows, see `KeptRows`."""
+        return "versions" if self.declared.layout == VERSIONS else self.declared.writer
+
     def rows_of_write(self, step: int) -> StepRows | None:
         """What the write stage is given of a step to store rows in."""
         if self.declared.writer != "write":
             return None
         return StepRows(self.saved.snapshot[step], self.saved.scales[step], self.mode)
 
-    def raw_rows(self, ordinals: Tensor | None, step: int) -> RawRows:
+    def kept_rows(self, ordinals: Tensor | None, step: int) -> KeptRows:
         """What one launch for all steps from this one on is given to store rows in."""
-        retrieved = self.saved.retrieved
-        all_streams = retrieved.stride(0) // retrieved.stride(1)  # where these are some of them, too
-        return RawRows(self.declared.writer, ordinals, self.saved.snapshot[step], retrieved[step], all_streams)
+        return KeptRows(self.writer, ordinals, self.saved.snapshot[step], self.saved.retrieved[step], self.all_streams)
+
+    @property
+    def all_streams(self) -> int:
+        """The call's, of which these may be some."""
+        return self.saved.retrieved.stride(0) // self.saved.retrieved.stride(1)
 
 
 class _SlabStages:
@@ -236,15 +255,23 @@ class _SlabLoop:
         first: int,
         saving: Saving | None,
         repeats: Tensor | None,
+        payload: Tensor | None,
     ) -> None:
+        """payload: the snapshot's of all steps and streams, if it has versions."""
         self.bank, self.inputs, self.readings, self.saving, self.repeats = bank, inputs, readings, saving, repeats
         self.signature, self.first = shape, first
+        self.versions: Versions | None = None
+        if saving is not None and payload is not None:
+            saved = saving.saved
+            self.versions = Versions(bank, payload, saved.snapshot[first], saved.latest, saved.previous)
 
     @property
     def length(self) -> int:
         return self.signature.steps
 
     def addresses(self) -> list[StepAddress]:
+        if self.versions is not None:
+            return [*map(StepAddress, self.versions)]
         if not self.signature.by_step:
             return []
         if self.saving is None:
@@ -252,6 +279,10 @@ class _SlabLoop:
         saved = self.saving.saved
         of_steps = (saved.snapshot, saved.scales, saved.retrieved)
         return [StepAddress(self.bank), *(step_address(x, self.first) for x in of_steps)]
+
+    @property
+    def captures_steps(self) -> bool:
+        return self.signature.by_step
 
     def memory_form(self) -> Slab:
         return _slab_form(self.signature)
@@ -269,23 +300,31 @@ class _SlabLoop:
         launch_stage_inputs(self.inputs, slab.staged, slab.silent, self.repeats, self.bank.shape[0], first_token)
 
     def couple(self, slab: Slab, table: Tensor | None) -> None:
-        staged, fields = slab.staged, slab.fields
+        staged, fields, shape = slab.staged, slab.fields, self.signature
         inputs = (staged.k_idx, staged.k_val, staged.g, staged.q_idx, staged.q_val)
-        launch_phase1(*inputs, fields, slab.scratch, not self.signature.by_step, slab.ordinals)
+        launch_phase1(*inputs, fields, slab.scratch, not shape.by_step, slab.ordinals)
+        flow = slab.stepping
+        entry, rows_per_step = None if table is None else table[0], shape.all_streams * shape.chunk * shape.writes
+        if self.versions is not None:
+            # Before the solve: its X and QX take the memory of the groups' slots.
+            version_links_call(self.versions, entry, fields.group_slot, rows_per_step).launch()
         launch_solve(fields.A, fields.QK, staged.beta, slab.X, slab.QX)
-        if isinstance(slab.stepping, FlowMemory):
+        if isinstance(flow, FlowMemory):
+            k_rows = None
+            if self.versions is not None and flow.addresses is not None:
+                idx, k_rows = (staged.k_idx, staged.q_idx), flow.addresses[0]
+                version_rows_call(self.versions, entry, idx, flow.addresses, rows_per_step).launch()
             leads = (slab.scratch.lead_value, slab.scratch.lead_index)
-            rows = slab.stepping.rows
-            ordinals = None if rows.ordinal is None else slab.ordinals
-            row_writes_call(staged.k_idx, leads, fields.write_w, ordinals, rows).launch()
-            slab.stepping.counters.zero_()
+            ordinals = None if flow.rows.ordinal is None else slab.ordinals
+            row_writes_call(staged.k_idx, leads, fields.write_w, ordinals, flow.rows, k_rows).launch()
+            flow.counters.zero_()
 
     def steps(self, slab: Slab, table: Tensor | None) -> None:
         shape, saving, values = self.signature, self.saving, slab.stepping
         if isinstance(values, StepMemory):
             run_in_order(_SlabStages(self.bank, table, slab, values, shape, saving, self.first), shape.steps)
             return
-        rows = None if saving is None else saving.raw_rows(slab.ordinals, self.first)
+        rows = None if saving is None else saving.kept_rows(slab.ordinals, self.first)
         links, first_token = slab.scratch.lead_index, self.first * shape.chunk
         step_flow_call(
             self.bank, slab.staged, slab.fields, links, slab.X, slab.QX, values, self.readings, first_token, rows
@@ -329,8 +368,8 @@ def write_read_cuda(
 ) -> str:
     """Advances `bank` in place over all tokens and fills `readings` [P, T, D], both contiguous.
 
-    saving: what to keep for a backward, all contiguous. fill: fills the bank first. Returns the route: how the steps
-    are launched.
+    saving: what to keep for a backward, all contiguous. If that is versions, the bank stays as it is:
+    `latest_rows_call` makes the one after the call. fill: fills the bank first. Returns how the steps are launched.
     """
     tensors, addressed, kind, mode = [bank, *inputs, readings], [bank], None, None
     repeats = repeat_count(bank.device) if count_repeats else None
@@ -338,7 +377,11 @@ def write_read_cuda(
         tensors.append(repeats)
     if saving is not None:
         saved = saving.saved
-        tensors, addressed = [*tensors, *saved], [bank, saved.snapshot, saved.scales, saved.retrieved]
+        tensors = [*tensors, *saved]
+        addressed = [
+            bank,
+            *(getattr(saved, name) for name in ("snapshot", "scales", "retrieved", "previous", "latest")),
+        ]
         kind, mode = (saving.mode, saving.declared), saving.mode
     run_loops(
         ("forward", kind, chunk_size, count_repeats),
@@ -386,29 +429,44 @@ def call_loops(
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
     declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
     one = vars(Shape.of(bank, inputs, chunk_size))
-    shape = ForwardShape(**one, by_step=runs_by_step(mode), mode=mode, writer=declared.writer)
+    writer = None if saving is None else saving.writer
+    all_streams, payload = 0, None
+    if saving is not None and writer == "versions":
+        all_streams, payload = inputs[0].shape[0], saving.saved.snapshot
+    shape = ForwardShape(**one, by_step=runs_by_step(mode), mode=mode, writer=writer, all_streams=all_streams)
     for streams, steps in cut(shape, bank, inputs, _slab_bytes, saving is not None, gently=not shape.by_step):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
-        saved = None if saving is None else saving._replace(saved=of_streams(saving.saved, streams))
+        saved = None
+        if saving is not None:
+            saved = saving._replace(saved=of_streams(saving.saved, streams))
         rows = None if saved is None else saved.rows_of_write(0)
-        writer = agreed_writer(declared, announce(rows, keeps_rows=saving is not None))
+        writer = agreed_writer(declared, announce(rows, NO_ROWS if saving is None else _layout_of(shape)))
         if shape.by_step and writer == "gather":
             raise SnapshotMismatchError("launches for each step have the write store the rows, not the gather")
         of_part = replace(shape, streams=count)
         yield [
-            _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, repeats)
+            _SlabLoop(bank, part, readings[streams], replace(of_part, steps=n), first, saved, repeats, payload)
             for first, n in steps
         ]
 
 
+def _layout_of(shape: ForwardShape) -> int:
+    """Which layout the launches of a saving call of this shape are made for."""
+    return VERSIONS if shape.writer == "versions" and not shape.by_step else COMPACT
+
+
 def of_streams(saved: Saved, streams: slice) -> Saved:
-    """Of what all streams [P] saved, what some of them did; the snapshot's rows by step, too."""
+    """Of what all streams [P] saved, what some of them did; the snapshot's rows by step, too.
+
+    Versions are numbered over all of them.
+    """
     steps, all_streams = saved.X.shape[:2]
     rows = {name: getattr(saved, name) for name in ("snapshot", "scales")}
     rows = {name: x.view(steps, all_streams, len(x) // (steps * all_streams), *x.shape[1:]) for name, x in rows.items()}
-    parts = {name: x[:, streams] for name, x in {**saved._asdict(), **rows}.items()}
-    return Saved(**{name: x.flatten(1, 2) if name in rows else x for name, x in parts.items()})
+    numbered = {name: getattr(saved, name) for name in ("previous", "latest")}
+    parts = {name: x[:, streams] for name, x in {**saved._asdict(), **rows}.items() if name not in numbered}
+    return Saved(**{name: x.flatten(1, 2) if name in rows else x for name, x in parts.items()}, **numbered)
 
 
 Cut = tuple[slice, list[tuple[int, int]]]

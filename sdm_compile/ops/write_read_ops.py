@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .checks import (
@@ -28,18 +29,20 @@ from .registry import register
 from .situation import current_situation
 from .snapshot import (
     COMPACT,
+    VERSIONS,
     Announcement,
     SnapshotPlan,
     agreed_writer,
     check_mode,
     check_rows,
     empty_snapshot,
+    keeps_versions,
     plan_snapshot,
 )
 from .staging import stage_inputs, unstage_readings
 from .step_loop import Coupled, couple, run_steps
 from .working_memory import Fill
-from .write_read_bwd import Saved, write_read_backward_cpu
+from .write_read_bwd import Saved, no_versions, write_read_backward_cpu
 
 INPUTS = "Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
 Inputs = Sequence[Tensor]
@@ -73,11 +76,15 @@ def _check_saving(memory: Tensor, k_idx: Tensor, chunk_size: int, mode: str) -> 
     check_rows(num_steps(tokens, chunk_size) * streams * chunk_size * writes, memory.device)
 
 
-def empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, mode: str) -> Saved:
+def empty_saved(
+    memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, mode: str, versions: bool = False
+) -> Saved:
+    """versions: what `keeps_versions` says of the call's bank, which `memory` may stand for."""
     streams, tokens, writes = k_idx.shape
     chunks = num_steps(tokens, chunk_size) * streams
     dtype = accumulate_dtype(memory.dtype)
     snapshot, scales = _empty_call_snapshot(memory, k_idx, chunk_size, mode)
+    numbers = (snapshot.shape[0], memory.shape[0]) if versions else (0, 0)
 
     def per_token(width: int) -> Tensor:
         return empty((chunks * chunk_size, width), memory, dtype)
@@ -93,17 +100,19 @@ def empty_saved(memory: Tensor, k_idx: Tensor, q_idx: Tensor, chunk_size: int, m
         write_w=per_token(writes),
         A=per_token(chunk_size),
         group_decay=empty((chunks * chunk_size * writes,), memory, dtype),
+        previous=empty((numbers[0],), memory, torch.int32),
+        latest=empty((numbers[1],), memory, torch.int32),
     )
 
 
 def _saved(retrieved: Tensor, snapshot: Tensor, scales: Tensor, X: Tensor, QX: Tensor, fields: ChunkFields) -> Saved:
     kept = {name: getattr(fields, name) for name in Saved._fields if name in ChunkFields._fields}
-    return Saved(retrieved, snapshot, scales, X, QX, **kept).flattened()
+    return Saved(retrieved, snapshot, scales, X, QX, **kept, **no_versions(snapshot)).flattened()
 
 
 def plan_call(bank: Tensor, saving: bool, mode: str = "none") -> SnapshotPlan:
     """What a call keeps that runs now, on a bank like this one."""
-    return plan_snapshot(saving, mode, current_situation(bank.device))
+    return plan_snapshot(saving, mode, current_situation(bank.device), keeps_versions(bank, mode))
 
 
 def record_call(
@@ -157,28 +166,32 @@ def _forward_cpu(
 
 
 class Route(Protocol):
-    """The write/read on one kind of device. Banks are contiguous and advanced in place."""
+    """The write/read on one kind of device. `forward` advances its bank, contiguous, in place."""
 
     def forward(self, bank: Tensor, inputs: Inputs, chunk_size: int, fill: Fill | None = None) -> tuple[Tensor, str]:
         """Advances `bank`, once it is filled, over all steps: readings [P, T, D], and the name of the route taken."""
 
     def save(
         self,
-        bank: Tensor,
+        memory: Tensor,
         inputs: Inputs,
         chunk_size: int,
         mode: str,
         plan: SnapshotPlan,
         count_repeats: bool = True,
-        fill: Fill | None = None,
-    ) -> tuple[Tensor, Saved, str]:
-        """`forward` that keeps what a backward needs, as planned: that, flattened, comes second."""
+        final: bool = True,
+    ) -> tuple[Tensor, Tensor, Saved, str]:
+        """Keeps what a backward needs, as planned: readings, the final bank, that, flattened, and the route's name.
+
+        memory: any strides; stays as it was. final: whether the final bank is wanted; else the bank that `backward`
+        takes comes in its place.
+        """
 
     def backward(
         self,
         dreadings: Tensor | None,
         dM: Tensor,
-        final_memory: Tensor,
+        bank: Tensor,
         inputs: Inputs,
         saved: Saved,
         chunk_size: int,
@@ -188,7 +201,8 @@ class Route(Protocol):
     ) -> str:
         """`dM`, once it is filled, the final bank's gradient, becomes that of the bank before, in place.
 
-        Fills `grads`, [P, T, *] contiguous, of k_val, v, beta, g and q_val. Returns the name of the route.
+        bank: see `bank_to_keep`. Fills `grads`, [P, T, *] contiguous, of k_val, v, beta, g and q_val. Returns the name
+        of the route.
         """
 
 
@@ -200,28 +214,27 @@ class CpuRoute:
 
     def save(
         self,
-        bank: Tensor,
+        memory: Tensor,
         inputs: Inputs,
         chunk_size: int,
         mode: str,
         plan: SnapshotPlan,
         count_repeats: bool = True,
-        fill: Fill | None = None,
-    ) -> tuple[Tensor, Saved, str]:
+        final: bool = True,
+    ) -> tuple[Tensor, Tensor, Saved, str]:
         agreed_writer(plan, Announcement(COMPACT, True))
-        if fill is not None:
-            fill()
+        bank = empty_bank(memory).copy_(memory)
         snapshot = _empty_call_snapshot(bank, inputs[0], chunk_size, mode)
         for tensor in snapshot:
             tensor.zero_()  # rows of unused groups too, which on CUDA stay as they are
         readings, retrieved, coupled = _forward_cpu(bank, inputs, chunk_size, snapshot, mode, count_repeats)
-        return readings, _saved(retrieved, *snapshot, coupled.X, coupled.QX, coupled.fields), "cpu"
+        return readings, bank, _saved(retrieved, *snapshot, coupled.X, coupled.QX, coupled.fields), "cpu"
 
     def backward(
         self,
         dreadings: Tensor | None,
         dM: Tensor,
-        final_memory: Tensor,
+        bank: Tensor,
         inputs: Inputs,
         saved: Saved,
         chunk_size: int,
@@ -233,13 +246,13 @@ class CpuRoute:
             fill()
         staged = stage_inputs(
             *inputs,
-            num_slots=final_memory.shape[0],
-            dtype=final_memory.dtype,
+            num_slots=bank.shape[0],
+            dtype=bank.dtype,
             chunk_size=chunk_size,
             count_repeats=False,
         )
         saved = saved._replace(snapshot=saved.snapshot.contiguous()).unflattened(*staged.k_idx.shape)
-        found = write_read_backward_cpu(dreadings, dM, final_memory, inputs, staged, saved, chunk_size, mode)
+        found = write_read_backward_cpu(dreadings, dM, bank, inputs, staged, saved, chunk_size, mode)
         for grad, x in zip(grads, found, strict=True):
             grad.copy_(x)
         return "cpu"
@@ -256,26 +269,40 @@ class CudaRoute:
 
     def save(
         self,
-        bank: Tensor,
+        memory: Tensor,
         inputs: Inputs,
         chunk_size: int,
         mode: str,
         plan: SnapshotPlan,
         count_repeats: bool = True,
-        fill: Fill | None = None,
-    ) -> tuple[Tensor, Saved, str]:
+        final: bool = True,
+    ) -> tuple[Tensor, Tensor, Saved, str]:
+        from .bound import aligned
+        from .row_versions_kernels import latest_rows_call
         from .write_read_cuda import Saving, write_read_cuda
 
-        readings = empty_readings(bank, inputs[0])
-        saved = empty_saved(bank, inputs[0], inputs[5], chunk_size, mode)
+        readings, versions = empty_readings(memory, inputs[0]), plan.layout == VERSIONS
+        saved = empty_saved(memory, inputs[0], inputs[5], chunk_size, mode, versions)
         saving = Saving(_by_step(saved, inputs[0], chunk_size), mode, plan)
-        return readings, saved, write_read_cuda(bank, inputs, chunk_size, readings, saving, count_repeats, fill)
+        bank, fill = memory, None
+        if not versions:
+            bank = empty_bank(memory)
+            fill = partial(bank.copy_, memory)
+        elif not (memory.is_contiguous() and aligned([memory.data_ptr()])):  # kernels take 16 bytes of a row at a time
+            bank = empty_bank(memory).copy_(memory)
+        if versions:
+            saved.latest.fill_(-1)
+        route = write_read_cuda(bank, inputs, chunk_size, readings, saving, count_repeats, fill)
+        if versions and final:
+            source, bank = bank, empty_bank(memory)
+            latest_rows_call(bank, source, saved.snapshot, saved.latest).launch()
+        return readings, bank, saved, route
 
     def backward(
         self,
         dreadings: Tensor | None,
         dM: Tensor,
-        final_memory: Tensor,
+        bank: Tensor,
         inputs: Inputs,
         saved: Saved,
         chunk_size: int,
@@ -286,7 +313,7 @@ class CudaRoute:
         from .write_read_bwd_cuda import backward_cuda
 
         saved = _by_step(Saved(*(x.contiguous() for x in saved)), inputs[0], chunk_size)
-        backward_cuda(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads, fill)
+        backward_cuda(dreadings, dM, bank, inputs, saved, chunk_size, mode, grads, fill)
         return "triton"
 
 
@@ -333,9 +360,8 @@ def _write_read_saving(on: Route, memory: Tensor, *args: Any) -> tuple[Tensor, .
     *inputs, chunk_size, mode, _ = args
     check_write_read(memory, inputs, chunk_size)
     _check_saving(memory, inputs[0], chunk_size, mode)
-    bank = empty_bank(memory)
-    plan = plan_call(bank, True, mode)
-    readings, saved, route = on.save(bank, inputs, chunk_size, mode, plan, fill=partial(bank.copy_, memory))
+    plan = plan_call(memory, True, mode)
+    readings, bank, saved, route = on.save(memory, inputs, chunk_size, mode, plan)
     record_call("forward", "write_read_saving", bank, inputs, chunk_size, route, plan)
     return readings, bank, *saved
 
@@ -344,37 +370,38 @@ def _write_read_save_fake(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, chunk_size, mode, _ = args
     check_write_read(memory, inputs, chunk_size)
     _check_saving(memory, inputs[0], chunk_size, mode)
-    saved = empty_saved(memory, inputs[0], inputs[5], chunk_size, mode)
+    saved = empty_saved(memory, inputs[0], inputs[5], chunk_size, mode, keeps_versions(memory, mode))
     return empty_readings(memory, inputs[0]), empty_bank(memory), *saved
 
 
 def _check_write_read_bwd(
     dreadings: Tensor | None,
     dfinal: Tensor | None,
-    final_memory: Tensor,
+    bank: Tensor,
     inputs: Inputs,
     saved: Saved,
     chunk_size: int,
     mode: str,
 ) -> None:
-    check_write_read(final_memory, inputs, chunk_size, "final_memory")
-    check_mode("snapshot_quant", mode, final_memory.dtype)
+    check_write_read(bank, inputs, chunk_size, "bank")
+    check_mode("snapshot_quant", mode, bank.dtype)
     k_idx, _, v, _, _, q_idx, _ = inputs
     if dreadings is not None:
         check_shape("dreadings", dreadings, v.shape, "[P, T, D]")
-        check_dtype("dreadings", dreadings, final_memory.dtype, "like final_memory")
+        check_dtype("dreadings", dreadings, bank.dtype, "like bank")
     if dfinal is not None:
-        check_like("dfinal", dfinal, "final_memory", final_memory)
-    form = empty_saved(final_memory.new_empty(final_memory.shape, device="meta"), k_idx, q_idx, chunk_size, mode)
+        check_like("dfinal", dfinal, "bank", bank)
+    like, versions = bank.new_empty(bank.shape, device="meta"), keeps_versions(bank, mode)
+    form = empty_saved(like, k_idx, q_idx, chunk_size, mode, versions)
     for name, tensor in saved._asdict().items():
         check_shape(name, tensor, getattr(form, name).shape, "the shape that write_read_saving returned")
         check_dtype(name, tensor, getattr(form, name).dtype, "from write_read_saving")
-    check_devices(final_memory=final_memory, dreadings=dreadings, dfinal=dfinal, **saved._asdict())
+    check_devices(bank=bank, dreadings=dreadings, dfinal=dfinal, **saved._asdict())
 
 
-def empty_call_gradients(final_memory: Tensor, inputs: Inputs, mask: list[bool]) -> tuple[Tensor, ...]:
+def empty_call_gradients(bank: Tensor, inputs: Inputs, mask: list[bool]) -> tuple[Tensor, ...]:
     _, k_val, v, beta, g, _, q_val = inputs
-    return empty_gradients((final_memory, k_val, v, beta, g, q_val), mask)
+    return empty_gradients((bank, k_val, v, beta, g, q_val), mask)
 
 
 def bank_gradient(dfinal: Tensor | None, like: Tensor, grad_bank_fp32: bool) -> tuple[Tensor, Fill]:
@@ -395,29 +422,29 @@ def only_wanted(grads: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor, 
 
 
 def _write_read_bwd(
-    on: Route, dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
+    on: Route, dreadings: Tensor | None, dfinal: Tensor | None, bank: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     inputs, saved = args[:7], Saved(*args[7:-4])
     chunk_size, mode, grad_bank_fp32, mask = args[-4:]
-    _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
-    (dM, fill), grads = bank_gradient(dfinal, final_memory, grad_bank_fp32), input_gradients(inputs)
-    route = on.backward(dreadings, dM, final_memory, inputs, saved, chunk_size, mode, grads, fill)
-    plan = plan_call(final_memory, True, mode)
-    record_call("backward", "write_read_bwd", final_memory, inputs, chunk_size, route, plan)
-    return only_wanted((dM.to(final_memory.dtype), *grads), mask)
+    _check_write_read_bwd(dreadings, dfinal, bank, inputs, saved, chunk_size, mode)
+    (dM, fill), grads = bank_gradient(dfinal, bank, grad_bank_fp32), input_gradients(inputs)
+    route = on.backward(dreadings, dM, bank, inputs, saved, chunk_size, mode, grads, fill)
+    plan = plan_call(bank, True, mode)
+    record_call("backward", "write_read_bwd", bank, inputs, chunk_size, route, plan)
+    return only_wanted((dM.to(bank.dtype), *grads), mask)
 
 
 def _write_read_bwd_fake(
-    dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any
+    dreadings: Tensor | None, dfinal: Tensor | None, bank: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     inputs, saved = args[:7], Saved(*args[7:-4])
     chunk_size, mode, _, mask = args[-4:]
-    _check_write_read_bwd(dreadings, dfinal, final_memory, inputs, saved, chunk_size, mode)
-    return empty_call_gradients(final_memory, inputs, mask)
+    _check_write_read_bwd(dreadings, dfinal, bank, inputs, saved, chunk_size, mode)
+    return empty_call_gradients(bank, inputs, mask)
 
 
 write_read_bwd_op = register(
-    f"write_read_bwd(Tensor? dreadings, Tensor? dfinal, Tensor final_memory, {INPUTS}, "
+    f"write_read_bwd(Tensor? dreadings, Tensor? dfinal, Tensor bank, {INPUTS}, "
     f"{', '.join(f'Tensor {name}' for name in Saved._fields)}, "
     "int chunk_size, str snapshot_quant, bool grad_bank_fp32, bool[] mask)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -427,8 +454,15 @@ write_read_bwd_op = register(
 )
 
 
+def bank_to_keep(memory: Tensor, final: Tensor, saved: Saved) -> Tensor:
+    """Where a backward finds rows that are no part of the snapshot: in the final bank, or, where it holds versions, in
+    the one before the call."""
+    return memory if saved.has_versions else final
+
+
 def _setup_write_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[1], *inputs[1:8], *output[2:])
+    bank = bank_to_keep(inputs[0], output[1], Saved(*output[2:]))
+    ctx.save_for_backward(bank, *inputs[1:8], *output[2:])
     ctx.settings, ctx.records = inputs[8:], thread_records()
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)

@@ -102,9 +102,8 @@ def _segment_backward(
     on: Route, dreadings: Tensor | None, dM: Tensor, start: Tensor, inputs: Inputs, chunk_size: int
 ) -> tuple[str, list[Tensor]]:
     """One segment from the bank before it: the route taken and the inputs' gradients. Its snapshot ends with it."""
-    bank, grads, plan = empty_bank(start), input_gradients(inputs), plan_call(start, saving=True)
-    fill = partial(bank.copy_, start)
-    _, saved, _ = on.save(bank, inputs, chunk_size, "none", plan, count_repeats=False, fill=fill)
+    grads, plan = input_gradients(inputs), plan_call(start, saving=True)
+    _, bank, saved, _ = on.save(start, inputs, chunk_size, "none", plan, count_repeats=False, final=False)
     return on.backward(dreadings, dM, bank, inputs, saved, chunk_size, "none", grads), grads
 
 

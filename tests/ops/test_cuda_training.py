@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from sdm_compile import last_dispatch, sdm_write_read
-from sdm_compile.ops import write_read_cuda, write_read_ops
+from sdm_compile.ops import snapshot, write_read_cuda, write_read_ops
 from sdm_compile.ops.launch import free_captured_loops
 from sdm_compile.ops.situation import Situation
-from sdm_compile.ops.snapshot import COMPACT, NO_ROWS, Announcement, SnapshotMismatchError, SnapshotPlan
+from sdm_compile.ops.snapshot import (
+    COMPACT,
+    NO_ROWS,
+    VERSIONS,
+    Announcement,
+    SnapshotMismatchError,
+    SnapshotPlan,
+)
 from tests.cases import RAGGED, SEVERAL, Case
 from tests.harness import assert_same_bits, normal_like
 
@@ -63,6 +70,64 @@ def assert_near(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: fl
         assert error <= tolerance * norm, f"{name}: {error / norm:.2e}"
 
 
+@pytest.fixture(params=["compact", "versions"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How calls keep rows: the cases' are short, so that by themselves none keeps versions."""
+    keep_versions_of_short_rows(request.param == "versions", monkeypatch)
+    return str(request.param)
+
+
+def keep_versions_of_short_rows(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MIN_VERSION_BYTES", 16 if keep else 2**20)
+
+
+@every_dtype
+@pytest.mark.parametrize("case", [replace(case, head_dim=24) for case in SEVERAL], ids=lambda case: case.name)
+def test_versions_have_compact_rows_bits(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built, recorded and replayed, in slabs of one step, and in a capture."""
+    inputs = case.make(dtype)
+    keep_versions_of_short_rows(False, monkeypatch)
+    expected = train(leaves(inputs), case.chunk_size)
+    keep_versions_of_short_rows(True, monkeypatch)
+    for _ in range(4):
+        assert_same_bits(train(leaves(inputs), case.chunk_size), expected)
+    assert last_dispatch().forward.layout == VERSIONS
+    static = leaves(inputs)
+    upstream, graph = upstream_of(static), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = train(static, case.chunk_size, upstream=upstream)
+    graph.replay()
+    assert_same_bits(got, expected)
+    monkeypatch.setattr(write_read_cuda, "SLABS", 10**6)
+    monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)
+    free_captured_loops()
+    assert_same_bits(train(leaves(inputs), case.chunk_size), expected)
+
+
+@pytest.mark.parametrize("how", ["odd offset", "columns first"])
+def test_versions_of_a_bank_that_is_no_rows_of_16_bytes(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = MANY_STEPS.make(F32)
+    expected = train(leaves(inputs), 32)
+    keep_versions_of_short_rows(True, monkeypatch)
+    memory, *others = leaves(inputs)
+    if how == "odd offset":
+        other = torch.empty(memory.numel() + 1, device="cuda")[1:].view_as(memory).copy_(memory.detach())
+    else:
+        other = memory.detach().t().contiguous().t()
+    for _ in range(3):
+        assert_same_bits(train([other.detach().requires_grad_(), *others], 32), expected)
+
+
+def test_a_bank_that_versions_are_made_from_must_stay_until_the_backward(rows: str) -> None:
+    inputs = leaves(MANY_STEPS.make(F32))
+    readings, final = sdm_write_read(*inputs, chunk_size=32)
+    changed = inputs[0] if rows == "versions" else final
+    with torch.no_grad():
+        changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        readings.sum().backward()
+
+
 @every_dtype
 @every_case
 def test_gradients(case: Case, dtype: torch.dtype) -> None:
@@ -105,7 +170,8 @@ def test_the_banks_gradient_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", ["bf16", "fp8", "int4", "recompute"])
 @every_dtype
 @every_case
-def test_snapshot_modes(case: Case, dtype: torch.dtype, mode: str) -> None:
+def test_snapshot_modes(case: Case, dtype: torch.dtype, mode: str, rows: str) -> None:
+    case = replace(case, head_dim=24)
     inputs = case.make(dtype)
     none = train(leaves(inputs), case.chunk_size)
     got = train(leaves(inputs), case.chunk_size, snapshot_quant=mode)
@@ -155,19 +221,19 @@ def test_many_steps_over_and_over(dtype: torch.dtype, monkeypatch: pytest.Monkey
         free_captured_loops()
 
 
-def test_a_stream_does_not_depend_on_its_batch() -> None:
+def test_a_stream_does_not_depend_on_its_batch(rows: str) -> None:
     inputs = MANY_STEPS.make(BF16)
     together = train(leaves(inputs), 32, (True, False))
     readings_grad = normal_like(inputs.v)
     for p in range(MANY_STEPS.streams):
-        rows = slice(p * MANY_STEPS.slots, (p + 1) * MANY_STEPS.slots)
+        own = slice(p * MANY_STEPS.slots, (p + 1) * MANY_STEPS.slots)
         alone = leaves([inputs.memory, *(x[p : p + 1] for x in inputs[1:])])
         readings, _ = sdm_write_read(*alone, chunk_size=32)
         grads = torch.autograd.grad(readings, [x for x in alone if x.requires_grad], readings_grad[p : p + 1].cuda())
-        assert_same_bits([grads[0][rows], *grads[1:]], [together[2][rows], *(x[p : p + 1] for x in together[3:])])
+        assert_same_bits([grads[0][own], *grads[1:]], [together[2][own], *(x[p : p + 1] for x in together[3:])])
 
 
-def test_a_replay_takes_the_inputs_of_now() -> None:
+def test_a_replay_takes_the_inputs_of_now(rows: str) -> None:
     static = leaves(MANY_STEPS.make(F32))
     expected = [train(leaves(MANY_STEPS.make(F32, seed=seed)), 32) for seed in (1, 2)]
     upstream, graph = upstream_of(static), torch.cuda.CUDAGraph()
@@ -182,7 +248,7 @@ def test_a_replay_takes_the_inputs_of_now() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "recompute"])
-def test_nothing_synchronises(mode: str) -> None:
+def test_nothing_synchronises(mode: str, rows: str) -> None:
     inputs = leaves(MANY_STEPS.make(BF16))
     upstream = upstream_of(inputs)
     train(inputs, 32, upstream=upstream, snapshot_quant=mode)
@@ -220,8 +286,9 @@ def test_other_strides() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16", "fp8", "int4", "recompute"])
-def test_every_row_of_the_handshakes_table(mode: str) -> None:
-    inputs = leaves(RAGGED.make(F32))
+def test_every_row_of_the_handshakes_table(mode: str, rows: str) -> None:
+    inputs = leaves(replace(RAGGED, head_dim=24).make(F32))
+    exact = {"compact": (COMPACT, "gather"), "versions": (VERSIONS, "write")}[rows]
 
     def layout_and_writer() -> tuple[int | None, str | None, Situation]:
         record = last_dispatch().forward
@@ -232,6 +299,8 @@ def test_every_row_of_the_handshakes_table(mode: str) -> None:
         sdm_write_read(*inputs, chunk_size=4)
     assert layout_and_writer() == (NO_ROWS, None, Situation.EAGER)
     eager = (NO_ROWS, None) if mode == "recompute" else (COMPACT, "write")
+    if mode == "none" and rows == "versions":
+        eager = exact
     train(inputs, 4, snapshot_quant=mode)
     assert layout_and_writer() == (*eager, Situation.EAGER)
     backward = last_dispatch().backward
@@ -239,16 +308,20 @@ def test_every_row_of_the_handshakes_table(mode: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sdm_write_read(*inputs, chunk_size=4, snapshot_quant=mode)
-    captured = (COMPACT, "gather") if mode == "none" else eager
+    captured = exact if mode == "none" else eager
     assert layout_and_writer() == (*captured, Situation.CAPTURING)
 
 
 @pytest.mark.parametrize(
-    "announced", [Announcement(NO_ROWS, False), Announcement(COMPACT, False), Announcement(0, True)], ids=str
+    "announced",
+    [Announcement(NO_ROWS, False), Announcement(COMPACT, False), Announcement(VERSIONS, False), Announcement(0, True)],
+    ids=str,
 )
-def test_a_mismatch_raises_before_any_launch(announced: Announcement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_raises_before_any_launch(
+    announced: Announcement, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     triton = pytest.importorskip("triton")
-    inputs = leaves(RAGGED.make(F32))
+    inputs = leaves(replace(RAGGED, head_dim=24).make(F32))
     before = [x.detach().clone() for x in inputs]
     seen: list[Any] = []
     monkeypatch.setattr(write_read_cuda, "announce", lambda *args, **kwargs: announced)

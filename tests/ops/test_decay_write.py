@@ -93,7 +93,7 @@ def test_an_erased_row_is_zero_and_others_stay(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "bf16", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_snapshot_holds_the_raw_rows(mode: str, dtype: torch.dtype) -> None:
+def test_the_snapshot_holds_the_kept_rows(mode: str, dtype: torch.dtype) -> None:
     """Row p * E + o is group o's row of chunk p before the step, in the mode's form; rows of no group stay."""
     s = step(dtype)
     s["bank"] = s["bank"] + 0.3  # not exact in any mode but none

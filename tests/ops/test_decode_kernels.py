@@ -42,6 +42,7 @@ def configs(inputs: Inputs) -> Iterator[DecodeConfig]:
     )
     yield config
     yield replace(config, early=not config.early)
+    yield replace(config, keep=not config.keep)
     for columns in (4, 64):
         yield replace(config, columns=columns)
 
@@ -201,9 +202,15 @@ def test_the_gate_of_a_repeat_reaches_nothing() -> None:
 
 
 @without_the_interpreter
-@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_rows_stay_in_the_cache_where_not_all_of_them_fit() -> None:
+    for streams, keep in ((64, False), (256, True)):
+        assert DecodeConfig.from_shapes(streams, 64, 64, 1024, 2).keep == keep
+
+
+@without_the_interpreter
+@pytest.mark.parametrize("capability, overlap", [(80, False), (90, False), (90, True), (100, True)])
 @pytest.mark.parametrize("bank, ids, gates", [("bf16", "i64", False), ("fp32", "i32", True)])
-def test_it_compiles_without_a_gpu(capability: int, bank: str, ids: str, gates: bool) -> None:
+def test_it_compiles_without_a_gpu(capability: int, overlap: bool, bank: str, ids: str, gates: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -212,11 +219,11 @@ def test_it_compiles_without_a_gpu(capability: int, bank: str, ids: str, gates: 
     signature |= {"p_g": "bf16", "p_q_idx": ids, "p_q_val": "bf16", "p_readings": bank, "p_repeats": "i64"}
     signature = {name: f"*{kind}" for name, kind in signature.items()} | {"num_slots": "i32"}
     constants = {"D": 24, "W": 20, "R": 9, "BW": 32, "GW": config.rows_w, "GR": config.rows_r, "GATES": gates}
-    constants |= {"BD": config.columns, "EARLY": True}
+    constants |= {"BD": config.columns, "EARLY": True, "KEEP": True, "OVERLAP": overlap}
     signature |= dict.fromkeys(constants, "constexpr")
     kernel = triton.compile(
         ASTSource(_decode_step_kernel, signature, constants),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": config.warps, "enable_fp_fusion": False},
+        options={"num_warps": config.warps, "enable_fp_fusion": False, "launch_pdl": overlap},
     )
     assert kernel.asm["cubin"]

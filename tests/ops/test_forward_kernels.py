@@ -31,6 +31,7 @@ from sdm_compile.ops import (  # noqa: E402
     phase1_bwd_kernels,
     phase1_kernels,
     row_quant_kernels,
+    row_versions_kernels,
     row_writes_kernels,
     slot_groups_kernels,
     slot_sort_kernels,
@@ -171,7 +172,7 @@ def launch_saving_forwards(case: Case, inputs: list[Tensor]) -> None:
     """The steps of calls that save, with every writer and form of rows, and with the addresses from a table."""
     memory, *inputs = inputs
     readings = torch.empty(case.streams, case.tokens, case.head_dim, dtype=memory.dtype)
-    for mode, writer in (("none", "gather"), *((mode, "write") for mode in SNAPSHOT_MODES)):
+    for mode, writer in (("none", "gather"), ("none", "versions"), *((mode, "write") for mode in SNAPSHOT_MODES)):
         saving = loops.saving_of(case, memory, inputs, mode, writer)
         for loop in chain(*call_loops(memory, inputs, case.chunk_size, readings, saving)):
             slab = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), loop.memory_form())
@@ -189,7 +190,7 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     modules = (
         *(staging_kernels, phase1_kernels, phase1_bwd_kernels, solve_kernels),
         *(token_gather_kernels, dual_matmul_kernels, decay_write_kernels, row_quant_kernels, row_writes_kernels),
-        *(slot_groups_kernels, slot_sort_kernels, step_flow_kernels),
+        *(slot_groups_kernels, slot_sort_kernels, step_flow_kernels, row_versions_kernels),
     )
     for module in modules:
         for name, kernel in list(vars(module).items()):
@@ -226,6 +227,8 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     grads = [torch.empty(2, 2, 32, inputs[i].shape[2]) for i in (2, 3, 4, 5, 7)]
     staging._stage_inputs_bwd_cuda(*grads, *inputs[1:])
     staging._unstage_readings_bwd_cuda(inputs[3], case.chunk_size)
+    latest = torch.empty(len(inputs[0]), dtype=torch.int32)
+    row_versions_kernels.latest_rows_call(inputs[0], inputs[0], inputs[0], latest).launch()
     for mode in SNAPSHOT_MODES:
         payload, scales = row_quant._snapshot_quantize_cuda(inputs[0], mode)
         row_quant._snapshot_dequantize_cuda(payload, scales, mode, case.head_dim, dtype)

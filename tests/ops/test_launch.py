@@ -13,15 +13,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sdm_compile.ops.snapshot import SCALED_MODES, dequantize_rows
+from sdm_compile.ops import write_read_ops
+from sdm_compile.ops.snapshot import COMPACT, SCALED_MODES, VERSIONS, SnapshotPlan, dequantize_rows
 from sdm_compile.ops.write_read_bwd import Saved
-from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, input_gradients, plan_call
+from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, bank_to_keep, input_gradients, plan_call
+from sdm_compile.ops.write_read_recompute import _segment_backward
 from tests.cases import RAGGED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
@@ -138,33 +141,38 @@ class Outputs(NamedTuple):
 
 def on_cuda(case: Case, mode: str, seed: int) -> Outputs:
     memory, *inputs = case.make(torch.float32, seed)
-    bank = torch.full_like(memory, float("nan"))  # and so is its gradient, until what is to fill them does
-    plan = plan_call(bank, True, mode)
-    readings, saved, route = CUDA.save(bank, inputs, case.chunk_size, mode, plan, fill=partial(bank.copy_, memory))
+    plan = plan_call(memory, True, mode)
+    readings, bank, saved, route = CUDA.save(memory, inputs, case.chunk_size, mode, plan)
     assert route == ("triton by step" if mode in SCALED_MODES else "triton in one launch")
-    final = bank.clone()
+    read = bank_to_keep(memory, bank, saved)
+    before = read.clone()
     dM, fill = bank_gradient(normal_like(bank, seed + 1), bank, True)
     grads, dreadings = [dM.fill_(float("nan")), *input_gradients(inputs)], normal_like(readings, seed + 2)
-    route = CUDA.backward(dreadings, dM, bank, inputs, saved, case.chunk_size, mode, grads[1:], fill)
+    route = CUDA.backward(dreadings, dM, read, inputs, saved, case.chunk_size, mode, grads[1:], fill)
     assert route == "triton"
-    assert_same_bits(bank, final)
+    assert_same_bits(read, before)
     return Outputs(group_slots(inputs[0], case.chunk_size) >= 0, readings, bank, saved, grads)
 
 
 def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
     """A forward that saves has the CPU's values; its gradients are those that the CPU takes of what it saved."""
     memory, *inputs = case.make(torch.float32, seed)
-    bank = memory.clone()
-    readings, saved, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
+    compact = SnapshotPlan(COMPACT, "write")
+    readings, bank, saved, _ = CPU.save(memory, inputs, case.chunk_size, mode, compact)
     assert_close((got.readings, got.bank), (readings, bank))
-    rows = ("snapshot", "scales")
+    if got.saved.has_versions:
+        latest = got.saved.latest
+        rows_in_the_end = got.saved.snapshot[latest[latest >= 0].long()]
+        assert_same_bits([rows_in_the_end, memory[latest < 0]], [got.bank[latest >= 0], got.bank[latest < 0]])
+    rows, versions = ("snapshot", "scales", "previous", "latest"), got.saved.has_versions
     assert_close(*([x for name, x in s._asdict().items() if name not in rows] for s in (got.saved, saved)))
-    if mode == "none":  # elsewhere a bit of a row may be a whole code
+    if mode == "none" and not versions:  # elsewhere a bit of a row may be a whole code
         rows = (dequantize_rows(s.snapshot, s.scales, mode, case.head_dim, torch.float32) for s in (got.saved, saved))
         assert_close(*(x[got.used] for x in rows))
     expected = [filled_gradient(normal_like(bank, seed + 1), bank), *input_gradients(inputs)]
     dreadings = normal_like(readings, seed + 2)
-    CPU.backward(dreadings, expected[0], got.bank, inputs, got.saved, case.chunk_size, mode, expected[1:])
+    bank, saved = (bank, saved) if versions else (got.bank, got.saved)
+    CPU.backward(dreadings, expected[0], bank, inputs, saved, case.chunk_size, mode, expected[1:])
     assert_close(got.grads, expected)
 
 
@@ -179,10 +187,23 @@ def test_a_call_without_steps_fills_what_it_returns(sizes: dict[str, int], graph
         assert_same_bits(bank, memory + 1)  # once
 
 
+@pytest.fixture
+def versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether calls keep versions of rows: other than they would on this device."""
+    keeps: bool = request.param
+    monkeypatch.setattr(write_read_ops, "keeps_versions", lambda bank, mode: keeps and mode == "none")
+    return keeps
+
+
+with_or_without = pytest.mark.parametrize("versions", [False, True], indirect=True, ids=["compact", "versions"])
+
+
 @in_the_interpreter
-@pytest.mark.parametrize("mode", ["none", "int4"])
+@pytest.mark.parametrize(
+    ("mode", "versions"), [("none", False), ("none", True), ("int4", False)], indirect=["versions"], ids=str
+)
 @pytest.mark.parametrize("case", [RAGGED, replace(TANGLED, tokens=15, chunk_size=4)], ids=lambda case: case.name)
-def test_captured_and_replayed(case: Case, mode: str, graphs: list[FakeGraph]) -> None:
+def test_captured_and_replayed(case: Case, mode: str, versions: bool, graphs: list[FakeGraph]) -> None:
     """The calls have banks of their own, and the second one other numbers; what each was given must stay as it is."""
     calls, kept, captured = [], [], []
     for seed in (0, 1, 0):
@@ -201,7 +222,8 @@ def test_captured_and_replayed(case: Case, mode: str, graphs: list[FakeGraph]) -
 
 
 @in_the_interpreter
-def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None) -> None:
+@with_or_without
+def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None, versions: bool) -> None:
     """By calls of other tensors; those of another layout have launches of their own."""
     calls, kept, made, case = [], [], [], replace(TANGLED, tokens=15, chunk_size=4)
 
@@ -214,8 +236,8 @@ def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None
 
     for seed in (0, 1, 2, 0):
         once_more(seed)
-    # Two slabs of each direction. Forward: the staging's two launches, the steps, the copies.
-    assert made == [0, 0, 2 * (4 + 9), 2 * (4 + 9)]
+    # Two slabs of each direction. Forward: the staging's two launches, with versions a table, the steps, the copies.
+    assert made == [0, 0, *[2 * (4 + versions + 9)] * 2]
     once_more(3, replace(case, tokens=14))
     once_more(4)
     assert made[4:] == [0, made[3]]
@@ -227,12 +249,64 @@ def test_launches_are_recorded_by_the_second_call_and_made_again(recording: None
     assert_same_bits(kept[3], kept[0])
 
 
+@in_the_interpreter
+@with_or_without
+def test_a_call_in_groups_of_streams_has_captures_of_its_own(
+    versions: bool, graphs: list[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are numbered over all streams of a call, of which a group has as many as another call as a whole."""
+    one = Case("two streams", streams=2, tokens=16, writes=3, reads=4, head_dim=8, slots=8, chunk_size=4)
+    two = replace(one, streams=4, slots=4)
+    monkeypatch.setattr(write_read_cuda, "MAX_GRID", 8)
+    expected = copies(on_cuda(two, "none", 1))
+    free_captured_loops()
+    monkeypatch.setattr(write_read_cuda, "MAX_GRID", 65535)
+    for _ in range(2):  # the first backward takes more memory, and so the forward's captures
+        on_cuda(one, "none", 0)
+    monkeypatch.setattr(write_read_cuda, "MAX_GRID", 8)
+    assert_same_bits(copies(on_cuda(two, "none", 1)), expected)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("versions", [True], indirect=True, ids=["versions"])
+@pytest.mark.parametrize("how", ["odd offset", "columns first"])
+def test_versions_of_a_bank_that_is_no_rows_of_16_bytes(how: str, versions: bool, graphs: list[FakeGraph]) -> None:
+    case = replace(RAGGED, head_dim=8)
+    memory, *inputs = case.make(torch.float32)
+    if how == "odd offset":
+        other = torch.empty(memory.numel() + 1)[1:].view_as(memory).copy_(memory)
+    else:
+        other = memory.t().contiguous().t()
+    expected, got = (
+        CUDA.save(bank, inputs, case.chunk_size, "none", SnapshotPlan(VERSIONS, "write")) for bank in (memory, other)
+    )
+    assert_same_bits(got[:2], expected[:2])
+    assert_same_bits(other, memory)
+
+
+@in_the_interpreter
+@with_or_without
+def test_a_segment_that_is_run_again(versions: bool, graphs: list[FakeGraph]) -> None:
+    memory, *inputs = TANGLED.make(torch.float32)
+    dreadings, found = normal_like(inputs[2]), []
+    for route in (CPU, CUDA):
+        before = memory.clone()
+        dM = filled_gradient(normal_like(memory), memory)
+        with patch.object(write_read_ops, "keeps_versions", lambda *args, on=route: versions and on is CUDA):
+            _, grads = _segment_backward(route, dreadings, dM, before, inputs, TANGLED.chunk_size)
+        assert_same_bits(before, memory)
+        found.append([dM, *grads])
+    assert_close(*found)
+
+
 def copies(outputs: Outputs) -> list[Tensor]:
     """Everything but the rows that are nobody's."""
     saved, used = outputs.saved, outputs.used
     rows = saved.snapshot.view(torch.uint8)[used], saved.scales[used] if len(saved.scales) else saved.scales
-    others: list[Any] = [x for name, x in saved._asdict().items() if name not in ("snapshot", "scales")]
-    return [x.clone() for x in (outputs.readings, outputs.bank, *others, *rows, *outputs.grads)]
+    previous = saved.previous[used] if saved.has_versions else saved.previous
+    of_groups = ("snapshot", "scales", "previous")
+    others: list[Any] = [x for name, x in saved._asdict().items() if name not in of_groups]
+    return [x.clone() for x in (outputs.readings, outputs.bank, *others, *rows, previous, *outputs.grads)]
 
 
 def kept_bytes() -> list[int]:

@@ -187,11 +187,14 @@ def assert_saves_the_same(
 
 
 @in_the_interpreter
-def test_launches_for_each_step_have_no_gather_that_saves() -> None:
+def test_launches_for_each_step_have_no_gather_that_saves_and_no_versions() -> None:
     case = Case("saving", streams=1, tokens=2, writes=2, reads=1, head_dim=4, slots=5, chunk_size=2)
     memory, *inputs = case.make(F32)
     saving = loops.saving_of(case, memory, inputs, "none", "gather")
     with pytest.raises(SnapshotMismatchError, match="not the gather"):
+        loops.forward(memory.clone(), inputs, 2, torch.empty_like(inputs[2]), saving, slab=1, by_step=True)
+    saving = loops.saving_of(case, memory, inputs, "none", "versions")
+    with pytest.raises(SnapshotMismatchError, match=r"layout=6.*announced.*layout=2"):
         loops.forward(memory.clone(), inputs, 2, torch.empty_like(inputs[2]), saving, slab=1, by_step=True)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from sdm_compile import UnsupportedConfigurationError, repeated_write_slots, sdm_write_read
 from sdm_compile.ops import write_read_ops
@@ -11,11 +13,13 @@ from sdm_compile.ops.situation import Situation
 from sdm_compile.ops.snapshot import (
     COMPACT,
     NO_ROWS,
+    VERSIONS,
     Announcement,
     SnapshotMismatchError,
     SnapshotPlan,
     agreed_writer,
     check_rows,
+    keeps_versions,
     plan_snapshot,
 )
 from tests.cases import TANGLED
@@ -43,21 +47,47 @@ def test_plan(saving: bool, mode: str, situation: Situation, layout: int, writer
     assert plan_snapshot(saving, mode, situation) == SnapshotPlan(layout, writer)
 
 
+@pytest.mark.parametrize("situation", Situation)
+def test_plan_with_versions(situation: Situation) -> None:
+    assert plan_snapshot(True, "none", situation, versions=True) == SnapshotPlan(VERSIONS, "write")
+    assert plan_snapshot(False, "none", situation, versions=True) == SnapshotPlan(NO_ROWS, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "mode", "keeps"),
+    [
+        ("cuda", torch.bfloat16, 1024, "none", True),
+        ("cuda", torch.float32, 132, "none", True),
+        ("cuda", torch.float32, 64, "none", False),  # short rows
+        ("cuda", torch.bfloat16, 1004, "none", False),  # not a multiple of 16 bytes
+        ("cuda", torch.float32, 1024, "bf16", False),
+        ("cuda", torch.bfloat16, 1024, "bf16", True),  # which is "none" there
+        ("cuda", torch.bfloat16, 1024, "fp8", False),
+        ("cuda", torch.bfloat16, 1024, "recompute", False),
+        ("cpu", torch.bfloat16, 1024, "none", False),
+    ],
+)
+def test_which_calls_keep_versions(device: str, dtype: torch.dtype, width: int, mode: str, keeps: bool) -> None:
+    with FakeTensorMode():
+        assert keeps_versions(torch.empty(5, width, dtype=dtype, device=device), mode) == keeps
+
+
 # What the write stage of each of these calls announces, and whatever it may not.
 RIGHT = {
-    None: Announcement(NO_ROWS, False),
-    "write": Announcement(COMPACT, True),
-    "gather": Announcement(COMPACT, False),
+    SnapshotPlan(NO_ROWS, None): Announcement(NO_ROWS, False),
+    SnapshotPlan(COMPACT, "write"): Announcement(COMPACT, True),
+    SnapshotPlan(COMPACT, "gather"): Announcement(COMPACT, False),
+    SnapshotPlan(VERSIONS, "write"): Announcement(VERSIONS, True),
 }
-ANNOUNCEMENTS = [Announcement(layout, stores) for layout in (0, COMPACT, NO_ROWS) for stores in (False, True)]
+LAYOUTS = (0, COMPACT, NO_ROWS, VERSIONS)
+ANNOUNCEMENTS = [Announcement(layout, stores) for layout in LAYOUTS for stores in (False, True)]
 
 
-@pytest.mark.parametrize(("saving", "mode", "situation", "layout", "writer"), TABLE)
-def test_handshake(saving: bool, mode: str, situation: Situation, layout: int, writer: str | None) -> None:
-    declared = plan_snapshot(saving, mode, situation)
-    assert agreed_writer(declared, RIGHT[writer]) == writer
+@pytest.mark.parametrize("declared", RIGHT, ids=str)
+def test_handshake(declared: SnapshotPlan) -> None:
+    assert agreed_writer(declared, RIGHT[declared]) == declared.writer
     for announced in ANNOUNCEMENTS:
-        if announced != RIGHT[writer]:
+        if announced != RIGHT[declared]:
             with pytest.raises(SnapshotMismatchError, match="but the write stage announced"):
                 agreed_writer(declared, announced)
 
@@ -76,3 +106,17 @@ def test_a_route_refuses_a_writer_that_it_does_not_have(monkeypatch: pytest.Monk
     with pytest.raises(SnapshotMismatchError, match="writer='gather'"):
         sdm_write_read(*inputs, chunk_size=TANGLED.chunk_size)
     assert repeated_write_slots() == 0
+
+
+def test_what_is_kept_needs_no_graph_for_each_number_of_tokens() -> None:
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    k_idx = mode.from_tensor(
+        torch.zeros(2, 40, 3, dtype=torch.int64),
+        symbolic_context=StatelessSymbolicContext([DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]),
+    )
+    with mode:
+        memory = torch.empty(20, 132)
+        saved = write_read_ops.empty_saved(memory, k_idx, k_idx, 16, "none", versions=True)
+    assert saved.has_versions and saved.latest.shape == (20,) and saved.previous.shape == saved.snapshot.shape[:1]
+    assert not shapes.guards

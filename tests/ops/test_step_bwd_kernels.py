@@ -16,7 +16,7 @@ from torch import Tensor
 from sdm_compile.ops.layout import Staged, WriteGroups
 from sdm_compile.ops.phase1 import phase1
 from sdm_compile.ops.snapshot import SNAPSHOT_MODES, StepRows, dequantize_rows, quantize_rows
-from sdm_compile.ops.write_read_bwd import Saved, _step_backward
+from sdm_compile.ops.write_read_bwd import Saved, _step_backward, no_versions
 from tests.compiled import compile_call
 from tests.harness import assert_close, assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
@@ -270,7 +270,7 @@ def slot_rows(
         given, addresses = given.table()
     _, slot, _, ordinal = groups
     row_numbers_call(
-        *(given.where, given.payload, given.rows, addresses, slot[None], ordinal[None], numbers[None]),
+        *(given.where, given.payload, given.rows, None, addresses, slot[None], ordinal[None], numbers[None]),
         rows_per_step=step.per_step(),
         rows_per_stream=E,
     ).launch()
@@ -431,7 +431,7 @@ def test_the_kernels_are_the_cpu_step(dtype: torch.dtype, grad_dtype: torch.dtyp
     rows = normal_like(all_rows(steps[0])).to(dtype)
     snapshot = StepRows(*quantize_rows(rows, mode), mode)
     same = {name: getattr(fields, name) for name in Saved._fields if name in fields._fields}
-    saved = Saved(delta, *snapshot[:2], X, QX, **same)
+    saved = Saved(delta, *snapshot[:2], X, QX, **same, **no_versions(delta))
     groups = WriteGroups(fields.order, fields.group_start, fields.group_slot)
     staged = Staged(k_idx, k_val, delta, beta, gates, q_idx, q_val)
 
@@ -652,16 +652,21 @@ def test_a_step_of_some_of_the_streams(table: bool, mode: str, device: str) -> N
 @every_device
 @pytest.mark.parametrize("sizes", [RAGGED, SIZES[1], SIZES[-1]], ids=lambda sizes: sizes.name)
 @pytest.mark.parametrize("first", [0, 2])
-def test_the_rows_of_many_steps(first: int, sizes: Sizes, device: str) -> None:
-    """Those that one step after the other finds, the last one first; `first`: the steps that are not among them."""
+@pytest.mark.parametrize("versions", [False, True], ids=["compact", "versions"])
+def test_the_rows_of_many_steps(versions: bool, first: int, sizes: Sizes, device: str) -> None:
+    """Those that one step after the other finds, the last one first; `first`: the steps that are not among them.
+
+    versions: a written slot's row is the one that its version was made from."""
     steps = [random_step(sizes, F32, F32, seed=seed) for seed in range(3)]
     per_step, E = steps[0].per_step(), steps[0].k_idx[0].numel()
     before = torch.where(torch.arange(len(steps[0].where)) % 2 == 0, -1, 5 * per_step).int()
     expected, where = [], before.clone()
+    previous = torch.randint(-1, first * per_step + 9, ((first + 4) * per_step,), dtype=torch.int32)
     for number, step in reversed(list(enumerate(steps, start=first))):
         slot, ordinal = step.groups.slot, step.groups.ordinal
         rows = number * per_step + torch.arange(sizes.streams)[:, None] * E + ordinal
-        found = torch.where(ordinal >= 0, rows, where[slot.clamp_min(0).long()]).int()
+        own = previous[rows] if versions else rows
+        found = torch.where(ordinal >= 0, own, where[slot.clamp_min(0).long()]).int()
         expected.insert(0, found.masked_fill(slot < 0, -1))
         where[slot[ordinal >= 0].long()] = found[ordinal >= 0]
     fence = Fence(device)
@@ -671,7 +676,8 @@ def test_the_rows_of_many_steps(first: int, sizes: Sizes, device: str) -> None:
     got, numbers = fence.around(before), fence.around(torch.full(slot.shape, 77, dtype=torch.int32))
     payload = torch.empty((first + 4) * per_step, 3, device=device)
     row_numbers_call(
-        *(got, payload, payload[first * per_step :], None, slot, ordinal, numbers),
+        *(got, payload, payload[first * per_step :], fence.around(previous) if versions else None, None),
+        *(slot, ordinal, numbers),
         rows_per_step=per_step,
         rows_per_stream=E,
     ).launch()
@@ -687,7 +693,7 @@ def test_parts_cover_the_columns(width: int) -> None:
 
 
 def calls(dtype: torch.dtype, sizes: Sizes, early: bool) -> Iterator[Any]:
-    out, table, numbers = torch.empty(1), torch.empty(6, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    out, table, numbers = torch.empty(1), torch.empty(8, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     for mode in SNAPSHOT_MODES:
         step = random_step(sizes, dtype, dtype, mode)
         banks = Banks(*step[:2], step.snapshot, table if mode in ("none", "fp8") else None)
@@ -695,11 +701,12 @@ def calls(dtype: torch.dtype, sizes: Sizes, early: bool) -> Iterator[Any]:
         for when in {False, early}:
             yield slot_rows_call(banks, entries, step.du, step.dy, out, out, when)
         of_groups = (step.groups.slot[None], step.groups.ordinal[None], numbers)
-        yield row_numbers_call(
-            *(step.where, *[step.snapshot.payload] * 2, banks.table, *of_groups),
-            rows_per_step=step.per_step(),
-            rows_per_stream=step.k_idx[0].numel(),
-        )
+        for previous in (None, numbers):
+            yield row_numbers_call(
+                *(step.where, *[step.snapshot.payload] * 2, previous, banks.table, *of_groups),
+                rows_per_step=step.per_step(),
+                rows_per_stream=step.k_idx[0].numel(),
+            )
     for given in (banks, banks._replace(table=table)):
         yield gradient_gather_call(given, step.k_idx, step.write_w, step.delta, out, out)
     yield entry_weights_call(step.groups.keys, step.k_eff, step.q_w, step.beta, numbers, out)

@@ -54,7 +54,7 @@ def outputs(case: Case, dtype: torch.dtype, slab: int, writer: str | None = None
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("writer", [None, "gather", "write"])
+@pytest.mark.parametrize("writer", [None, "gather", "write", "versions"])
 def test_a_row_may_end_between_the_pieces_of_a_unit(writer: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(WIDE, head_dim=96)
     expected = outputs(case, torch.float32, 4, writer)
@@ -87,7 +87,8 @@ class WouldWait(Exception):
 
 @in_the_interpreter
 @pytest.mark.parametrize(
-    ("seed", "columns", "head_dim", "writer"), [(0, 32, 70, None), (1, 64, 96, "write"), (2, 64, 70, "gather")]
+    ("seed", "columns", "head_dim", "writer"),
+    [(0, 32, 70, None), (1, 64, 96, "write"), (2, 64, 70, "gather"), (3, 32, 96, "versions")],
 )
 def test_programs_may_run_in_any_order_that_their_waits_allow(
     seed: int, columns: int, head_dim: int, writer: str | None, monkeypatch: pytest.MonkeyPatch

@@ -39,8 +39,8 @@ def save(case: Case, mode: str, writer: str, slab: int, by_step: bool | None = N
     memory, *inputs = case.make(torch.float32)
     bank, readings = memory.clone(), torch.full_like(inputs[2], float("nan"))
     saving = loops.saving_of(case, memory, inputs, mode, writer)
-    for x in saving.saved:
-        x.copy_(torch.full(x.shape, 7.0))
+    for name, x in saving.saved._asdict().items():
+        x.fill_(-1 if name == "latest" else 7)
     loops.forward(bank, inputs, case.chunk_size, readings, saving, slab=slab, by_step=by_step)
     return readings, bank, saving.saved
 
@@ -59,9 +59,8 @@ def rows_of_groups(saved: Saved, case: Case, steps: int | None = None) -> list[T
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_saving_forward(case: Case, mode: str) -> None:
     memory, *inputs = case.make(torch.float32)
-    bank = memory.clone()
     repeated_write_slots()
-    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
+    readings, bank, kept, _ = CPU.save(memory, inputs, case.chunk_size, mode, plan_call(memory, True, mode))
     repeats = repeated_write_slots()
     got_readings, got_bank, got = save(case, mode, "write", slab=2)
     assert repeated_write_slots() == repeats
@@ -93,8 +92,7 @@ def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
     """What one group keeps of a step is no contiguous part of all."""
     case = replace(REUSE, tokens=21)
     memory, *inputs = case.make(torch.float32)
-    final = memory.clone()
-    readings, kept, _ = CPU.save(final, inputs, case.chunk_size, "none", plan_call(final, True))
+    readings, final, kept, _ = CPU.save(memory, inputs, case.chunk_size, "none", plan_call(memory, True))
 
     def everything() -> list[Tensor]:
         got_readings, bank, saved = save(case, "none", "gather", slab=2)
@@ -191,8 +189,7 @@ GRADIENTS = [
 )
 def test_gradients(case: Case, mode: str, given: tuple[bool, bool], slabs: tuple[int, ...]) -> None:
     memory, *inputs = case.make(torch.float32)
-    bank = memory.clone()
-    readings, kept, _ = CPU.save(bank, inputs, case.chunk_size, mode, plan_call(bank, True, mode))
+    readings, bank, kept, _ = CPU.save(memory, inputs, case.chunk_size, mode, plan_call(memory, True, mode))
     dreadings, dfinal = (normal_like(x) if wanted else None for x, wanted in zip((readings, bank), given, strict=True))
     expected = [loops.filled_gradient(dfinal, bank), *input_gradients(inputs)]
     before = bank.clone()

@@ -270,13 +270,15 @@ _values = floats(lambda s: (*s.chunked, s.width), accumulate)
 _per_group = floats(lambda s: s.entries(s.chunk * s.writes), accumulate)
 
 STRATEGIES: dict[tuple[str, str], Strategy] = {
-    **{(name, "Tensor"): _bank_rows for name in ("memory", "bank", "final_memory", "dout", "rows")},
+    **{(name, "Tensor"): _bank_rows for name in ("memory", "bank", "dout", "rows")},
     **{(name, "Tensor"): _square for name in ("A", "QK", "X", "QX", "dA", "dQK", "dX", "dQX")},
     **{(name, "Tensor"): _writes for name in ("k_eff", "write_w", "dk_eff", "dwrite_w")},
     **{(name, "Tensor"): _reads for name in ("q_w", "dq_w")},
     **{(name, "Tensor"): _values for name in ("retrieved", "inter", "delta", "dretrieved", "dinter", "ddelta")},
     **{(name, "Tensor"): _per_group for name in ("group_decay", "dgroup_decay")},
     **{(name, "Tensor"): group_field(name) for name in ("order", "group_start", "group_slot")},
+    # Of versions, which the CPU does not keep.
+    **{(name, "Tensor"): lambda s: st.just(torch.empty(0, dtype=torch.int32)) for name in ("previous", "latest")},
     ("k_idx", "Tensor"): ids(lambda s: s.writes, own_seed=False),
     ("q_idx", "Tensor"): ids(lambda s: s.reads, own_seed=True),
     ("slots", "Tensor"): pending_slots,

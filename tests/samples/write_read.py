@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdm_compile import reference
 from sdm_compile.ops.checks import accumulate_dtype
-from sdm_compile.ops.write_read_bwd import Saved
+from sdm_compile.ops.write_read_bwd import Saved, no_versions
 from sdm_compile.ops.write_read_recompute import segments
 from tests.cases import Case, Inputs, group_slots
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
@@ -47,7 +47,7 @@ def _snapshot(call: Chunked, mode: str) -> tuple[Tensor, Tensor]:
 def _saved(call: Chunked, mode: str) -> Saved:
     snapshot, scales = _snapshot(call, mode)
     kept = {name: field for name, field in call.fields._asdict().items() if name in Saved._fields}
-    return Saved(call.retrieved, snapshot, scales, call.X, call.QX, **kept).flattened()
+    return Saved(call.retrieved, snapshot, scales, call.X, call.QX, **kept, **no_versions(snapshot)).flattened()
 
 
 def _write_read_saving(memory: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -129,11 +129,11 @@ def _bwd_args(
     return [*grads, final, *inputs[1:], *saved.values(), case.chunk_size, mode, grad_bank_fp32, list(mask)]
 
 
-def _write_read_bwd(dreadings: Tensor | None, dfinal: Tensor | None, final_memory: Tensor, *args: Any) -> list[Tensor]:
+def _write_read_bwd(dreadings: Tensor | None, dfinal: Tensor | None, bank: Tensor, *args: Any) -> list[Tensor]:
     """The token loop differentiated, from the bank before the call: the final one with every snapshot row put back."""
     inputs, saved = args[:7], Saved(*args[7:-4])
     chunk_size, mode, _, mask = args[-4:]
-    memory = final_memory.clone()
+    memory = bank.clone()
     rows = reference.snapshot_dequantize(saved.snapshot, saved.scales, mode, memory.shape[1], memory.dtype)
     groups = inputs[0].shape[0] * chunk_size * inputs[0].shape[2]  # of a step
     slots = group_slots(inputs[0], chunk_size)
