@@ -33,7 +33,7 @@ COMPACT, NO_ROWS, VERSIONS = 2, 4, 6
 SNAPSHOT_MODES = ("none", "bf16", "fp8", "int4")  # the forms of a row
 RECOMPUTE = "recompute"  # keeps no rows, but the bank before every so many steps
 CALL_MODES = (*SNAPSHOT_MODES, RECOMPUTE)
-MIN_VERSION_BYTES = 512  # of a row: longer ones are quicker, see `keeps_versions`
+MIN_VERSION_BYTES = 512  # of a row: shorter ones are slower as versions, see `keeps_versions`
 SCALED_MODES = {"fp8": 448.0, "int4": 7.0}  # the largest code of each mode that has a scale per row
 
 
@@ -93,8 +93,8 @@ def keeps_versions(bank: Tensor, mode: str) -> bool:
     Each row is then stored once instead of twice, and no bank is copied; but each entry's row has an address. Rows are
     loaded 16 bytes at a time. Measured on an H200, ms of a saving forward and of a train step as graph replay, with
     versions and without: 10.5 and 32.1, 12.8 and 34.5 with rows of 2 KB; 2.47 and 6.72, 2.61 and 6.97 with rows of
-    1.5 KB; 2.00 and 3.48, 1.82 and 3.45 with rows of 1 KB and calls that wait for the host, in 0.93 of the memory; 2.59
-    and 6.02, 2.29 and 5.73 with rows of 128 bytes.
+    1.5 KB; 3.48 and 3.45 for a train step with rows of 1 KB, in 0.93 of the memory; 2.59 and 6.02, 2.29 and 5.73 with
+    rows of 128 bytes.
     """
     width = bank.shape[-1] * bank.element_size()
     exact = mode == "none" or (mode == "bf16" and bank.dtype == torch.bfloat16)

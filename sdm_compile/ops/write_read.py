@@ -73,19 +73,22 @@ def sdm_write_read(
         g: [P, T, 1] log-decay per token, or [P, T, W] per write; -inf erases.
         q_idx, q_val: [P, T, R] bank rows to read, and weights. W and R are 1 to 256.
         chunk_size: tokens per chunk, 1 to 256: speed, memory and rounding, not meaning.
-        snapshot_quant: what a training call keeps of overwritten rows: "none", "bf16", "fp8" or "int4", which change
-            gradients by rounding, never a forward value; or "recompute": a few whole banks, from which the backward
-            runs the forward again. Its gradients are those of "none"; a long sequence then needs far less memory.
+        snapshot_quant: in which form a training call keeps rows for its backward: "none", "bf16", "fp8" or "int4",
+            which change gradients by rounding, never a forward value; or "recompute": a few whole banks, from which the
+            backward runs the forward again. Its gradients are those of "none"; a long sequence then needs far less
+            memory.
         grad_bank_fp32: accumulate a bfloat16 bank's gradient in float32, rounded once at the end.
-        trace_steps: run the step loop over the stage ops, so that a compiler sees every stage of every step as a node.
+        trace_steps: run the step loop over the stage ops, so that a compiler sees every stage of every step as a node;
+            with neither of the two settings above.
     Returns:
         readings: [P, T, D] and the final bank [num_slots, D], the bank's dtype, fresh memory, both differentiable with
         respect to every float input, in each one's own dtype.
     Raises:
         ValueError: shapes, devices or settings disagree. UnsupportedConfigurationError: a dtype, width or chunk size
         outside the supported range. IndexError: an id at or above num_slots (CPU).
-    Note: no synchronisation on a GPU; forward-mode AD and double backward raise. On a GPU a training call keeps
-        `memory` or the final bank for its backward: change them in place only afterwards. SPEC sections 1 to 4.
+    Note: no synchronisation on a GPU; forward-mode AD and double backward raise. A training call keeps
+        `memory` (on a GPU) or the final bank for its backward: change neither in place before that has run. SPEC
+        sections 1 to 4.
     """
     inputs = (k_idx, k_val, v, beta, g, q_idx, q_val)
     if trace_steps:
