@@ -470,9 +470,7 @@ class FlowMemory(NamedTuple):
     """Working memory of a launch: what it is to write, and what a unit keeps from one of its programs to the next."""
 
     rows: RowWrites
-    addresses: (
-        tuple[Tensor, Tensor] | None
-    )  # of the rows at k_idx and q_idx, see `version_rows_call`; of versions alone
+    addresses: tuple[Tensor, Tensor] | None  # with versions: of the rows at k_idx and q_idx, see `version_rows_call`
     u: Tensor  # [P, C, D] float32
     inter: Tensor  # [P, C, D] float32
     delta: Tensor  # [P, C, D] float32

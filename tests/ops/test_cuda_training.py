@@ -64,6 +64,16 @@ def upstream_of(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [normal_like(x.detach().cpu()).to(x.device) for x in (inputs[3], inputs[0])]
 
 
+def replayed(inputs: Sequence[Tensor], chunk_size: int) -> list[Tensor]:
+    """What `train` returns, from the replay of a captured step."""
+    static = leaves(inputs)
+    upstream, graph = upstream_of(static), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = train(static, chunk_size, upstream=upstream)
+    graph.replay()
+    return [x.clone() for x in got]  # out of the graph's memory, which goes with it
+
+
 def assert_near(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
     for name, a, b in zip(("readings", "bank", *GRADIENTS), got, expected, strict=True):
         error, norm = (a.cpu().double() - b.cpu().double()).norm(), b.double().norm()
@@ -92,12 +102,7 @@ def test_versions_have_compact_rows_bits(case: Case, dtype: torch.dtype, monkeyp
     for _ in range(4):
         assert_same_bits(train(leaves(inputs), case.chunk_size), expected)
     assert last_dispatch().forward.layout == VERSIONS
-    static = leaves(inputs)
-    upstream, graph = upstream_of(static), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = train(static, case.chunk_size, upstream=upstream)
-    graph.replay()
-    assert_same_bits(got, expected)
+    assert_same_bits(replayed(inputs, case.chunk_size), expected)
     monkeypatch.setattr(write_read_cuda, "SLABS", 10**6)
     monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)
     free_captured_loops()
@@ -194,12 +199,7 @@ def test_every_way_to_run_a_step_gives_the_same_bits(
     expected = train(leaves(inputs), case.chunk_size)
     with torch.no_grad():
         assert_same_bits(sdm_write_read(*leaves(inputs), chunk_size=case.chunk_size), expected[:2])
-    static = leaves(inputs)
-    upstream, graph = upstream_of(static), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = train(static, case.chunk_size, upstream=upstream)
-    graph.replay()
-    assert_same_bits(got, expected)
+    assert_same_bits(replayed(inputs, case.chunk_size), expected)
     for name, value in (("SLABS", 1), ("working_bytes", lambda *args: 1)):
         monkeypatch.setattr(write_read_cuda, name, value)
         free_captured_loops()  # and what is known of calls like this one
