@@ -37,18 +37,12 @@ def _lower_matmul_kernel(
     TRANSPOSED: tl.constexpr,
     UPPER: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """out = X u (+ plus), X lower triangular, or upper with UPPER, one tile of one chunk per program.
 
     RESIDUAL: p_u holds the retrieved rows, u = beta (v - retrieved). PLUS: add p_plus. UNSTAGE: out is [P, T, D], and
     the chunks begin at token `first_token`; otherwise out has the chunks' own layout. TRANSPOSED: X^T instead of X.
-    EARLY: the kernel is launched before the one in front of it has ended, and lets the next one start at once; both
-    wait before they read its output.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(2).to(tl.int64)
     block = tl.program_id(1)  # long rows first
     if not (TRANSPOSED or UPPER):
@@ -242,7 +236,6 @@ def lower_matmul_call(
     residual: tuple[Tensor, Tensor] | None = None,
     plus: Tensor | None = None,
     unstage: tuple[int, int] | None = None,
-    early: bool = False,
     transposed: bool = False,
     upper: bool = False,
     many: bool | None = None,
@@ -250,7 +243,7 @@ def lower_matmul_call(
     """out = X u (+ plus) for contiguous X [N, C, C] and u [N, C, D] of a bank of `dtype`.
 
     With `residual` = (v, beta) `u` holds retrieved rows. With `unstage` = (first token, streams) out is [P, T, D], and
-    the chunks are those of the tokens from the first on, step after step. `early`: see the kernel. `many`: see the
+    the chunks are those of the tokens from the first on, step after step. `many`: see the
     config; None for where there is a `plus`. `transposed`: see `transposed_lower_matmul_call`. `upper`: X is upper
     triangular.
     """
@@ -270,10 +263,8 @@ def lower_matmul_call(
         TRANSPOSED=transposed,
         UPPER=upper,
         PRECISION=config.precision,
-        EARLY=early,
         num_warps=4,
         enable_fp_fusion=True,
-        launch_pdl=early,
     )
     grid = (triton.cdiv(width, config.columns), triton.cdiv(chunk, config.rows), chunks)
     return KernelCall(_lower_matmul_kernel, grid, (*tensors, width, out.shape[1], first_token, streams), options)

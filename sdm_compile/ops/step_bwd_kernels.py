@@ -77,8 +77,14 @@ def _load_sent_back(p_du, p_dy, source, mask, o_d, m_d, D):
         return tl.load(tl.where(read, p_dy + at, p_du + at), mask=m, other=0.0)
     # Between addresses of two dtypes nothing can be chosen.
     du = tl.load(p_du + at, mask=m & ~read, other=0.0)
-    dy = tl.load(p_dy + at, mask=m & read, other=0.0).to(tl.float32)
+    dy = convert(tl.load(p_dy + at, mask=m & read, other=0.0), tl.float32)
     return tl.where(read, dy, du)
+
+
+@triton.jit
+def _next_entries(p_source, p_weight, place, mask):
+    """Sources and weights of the entries at `place`, which are asked for before the work on those in front of them."""
+    return tl.load(p_source + place, mask=mask, other=0), tl.load(p_weight + place, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -119,7 +125,7 @@ def _slot_rows_kernel(
     p_ddecay,
     p_dots,
     num_slots,
-    D,
+    D: tl.constexpr,
     DP,
     C: tl.constexpr,
     W: tl.constexpr,
@@ -130,12 +136,11 @@ def _slot_rows_kernel(
     TABLE: tl.constexpr,
     MODE: tl.constexpr,
     SCALED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """BD columns of the rows of TILES times G slots, each with its group of a chunk's writes and reads.
 
     TABLE: the addresses of the gradient, the bank, the payload and the scales stand in p_table. MODE: that of the
-    payload. EARLY: the kernel is launched before the one that makes du has ended, and waits for it.
+    payload.
     """
     if TABLE:
         p_dM = from_table(p_dM, p_table, 0)
@@ -150,7 +155,7 @@ def _slot_rows_kernel(
     p = (tl.num_programs(0) // parts // blocks - 1 - program // blocks).to(tl.int64)
     first = program % blocks * (G * TILES)
     o_d = part * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    m_d = o_d < D if D % BD != 0 else tl.full([BD], True, tl.int1)
     p_start += p * (entries + 1)
     p_slot += p * entries
     p_lead += p * entries
@@ -163,8 +168,6 @@ def _slot_rows_kernel(
     p_dy += p * C * D
     p_dots += (p * parts + part) * entries
     p_ddecay += (p * parts + part) * (C * W)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     for tile in range(0, TILES):
         o_g = first + tile * G + tl.arange(0, G)
         m_g = o_g < entries
@@ -185,27 +188,28 @@ def _slot_rows_kernel(
             if p_payload.dtype == p_bank.dtype:
                 p_saved = p_payload + number.to(tl.int64)[:, None] * D + o_d[None, :]
                 p_final = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
-                row = tl.load(tl.where((number >= 0)[:, None], p_saved, p_final), mask=m_row, other=0.0).to(tl.float32)
+                row = tl.load(tl.where((number >= 0)[:, None], p_saved, p_final), mask=m_row, other=0.0)
             else:
-                row = _decoded_rows(p_bank, p_payload, p_scales, slot, number, part * BD, D, DP, BD, MODE, SCALED).to(
-                    tl.float32
-                )
+                row = _decoded_rows(p_bank, p_payload, p_scales, slot, number, part * BD, D, DP, BD, MODE, SCALED)
             x = _load_sent_back(p_du, p_dy, source, used, o_d, m_d, D)
             weight = tl.load(p_weight + start, mask=used, other=0.0)
             decay = tl.load(p_decay + ordinal, mask=written, other=1.0)
-            total = total.to(tl.float32)
+            place = start + 1
+            more = used & (place < end)
+            source, following = _next_entries(p_source, p_weight, place, more)
+            row, total = convert(row, tl.float32), convert(total, tl.float32)
             tl.store(p_ddecay + ordinal, tl.sum(row * total, axis=1), mask=written)
             tl.store(p_dots + start, tl.sum(row * x, axis=1), mask=used)
             total = tl.fma(tl.broadcast_to(weight[:, None], total.shape), x, total * decay[:, None])
-            for n in range(1, longest):
-                place = start + n
-                more = used & (place < end)
-                source = tl.load(p_source + place, mask=more, other=0)
-                weight = tl.load(p_weight + place, mask=more, other=0.0)
+            for _n in range(1, longest):
+                weight = following
                 x = _load_sent_back(p_du, p_dy, source, more, o_d, m_d, D)
                 tl.store(p_dots + place, tl.sum(row * x, axis=1), mask=more)
                 added = tl.fma(tl.broadcast_to(weight[:, None], total.shape), x, total)
                 total = tl.where(more[:, None], added, total)  # adding nothing would turn -0.0 into 0.0
+                place += 1
+                more = used & (place < end)
+                source, following = _next_entries(p_source, p_weight, place, more)
             tl.store(p_row, total.to(p_dM.dtype.element_ty), mask=m_row)
 
 
@@ -252,7 +256,7 @@ class SlotRowsConfig:
     registers: int | None = None  # per thread, at most
 
     @staticmethod
-    def from_shapes(head_dim: int) -> SlotRowsConfig:
+    def from_shapes(chunk: int, head_dim: int) -> SlotRowsConfig:
         columns = min(512, max(2, triton.next_power_of_2(head_dim)))  # int4 packs two
         if columns <= 128:
             return SlotRowsConfig(groups=512 // columns, tiles=2, columns=columns, warps=2)
@@ -260,8 +264,9 @@ class SlotRowsConfig:
             return SlotRowsConfig(groups=1, tiles=1, columns=columns, warps=1)
         # Measured on an H200, us per step at a chunk of 64 with 2 streams of 1024 columns, at one of 256 with 4, and at
         # one of 64 with 4 of 768: 29.7, 295 and 43.1; 30.9, 425 and 49.5 with one tile, 30.5, 329 and 48.0 with as many
-        # registers as it asks for, 34.6, 400 and 47.9 with 256 columns, 31.1, 321 and 48.4 with 1024.
-        return SlotRowsConfig(groups=1, tiles=4, columns=columns, warps=1, registers=80)
+        # registers as it asks for, 34.6, 400 and 47.9 with 256 columns, 31.1, 321 and 48.4 with 1024. Later, all of a
+        # step: 39.2, 370 and 55.4 with four tiles, 41.8, 358 and 57.9 with eight.
+        return SlotRowsConfig(groups=1, tiles=4 if chunk <= 128 else 8, columns=columns, warps=1, registers=80)
 
     def parts(self, head_dim: int) -> int:
         """How many parts a dot over the columns has."""
@@ -333,7 +338,6 @@ def slot_rows_call(
     dy: Tensor,
     dgroup_decay: Tensor,
     dots: Tensor,
-    early: bool = False,
     config: SlotRowsConfig | None = None,
 ) -> KernelCall:
     """The rows of the step's slots: dM[s] = decay dM[s] + sum of weight du_i or dy_i, rounded once.
@@ -343,12 +347,12 @@ def slot_rows_call(
         dgroup_decay: receives [P, parts, E] float32, the parts of <M0[s], dM[s]> of every written slot.
         dots: receives [P, parts, F] float32, those of <M0[s], du_i or dy_i> of every entry, in the order of the keys.
 
-    What the last two hold for groups and entries without a slot stays. `early`: see the kernel.
+    What the last two hold for groups and entries without a slot stays.
     """
     streams, chunk, width = du.shape
     num_slots, writes = banks.dM.shape[0], entries.group_decay.shape[1] // chunk
     reads = entries.slot.shape[1] // chunk - writes
-    config = config or SlotRowsConfig.from_shapes(width)
+    config = config or SlotRowsConfig.from_shapes(chunk, width)
     table = banks.dM if banks.table is None else banks.table
     payload, scales, mode = banks.snapshot
     options = dict(
@@ -361,11 +365,9 @@ def slot_rows_call(
         TABLE=banks.table is not None,
         MODE=mode,
         SCALED=mode in SCALED_MODES,
-        EARLY=early,
         num_warps=config.warps,
         maxnreg=config.registers,
         enable_fp_fusion=True,
-        launch_pdl=early,
     )
     # One dimension of a grid takes more than 65535 programs.
     blocks = triton.cdiv(chunk * (writes + reads), config.groups * config.tiles)

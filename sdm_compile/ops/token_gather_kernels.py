@@ -229,7 +229,7 @@ def launch_token_gather_bwd(
     # No group decays, and the row of every slot is the bank's own.
     none = torch.full_like(groups.slot, -1)
     entries = SlotEntries(groups.start, groups.slot, groups.lead, none, none, sources, weights, k_eff.flatten(1))
-    parts = SlotRowsConfig.from_shapes(bank.shape[1]).parts(bank.shape[1])
+    parts = SlotRowsConfig.from_shapes(chunk, bank.shape[1]).parts(bank.shape[1])
     dots = k_eff.new_zeros(streams, parts, groups.slot.shape[1])
     banks = Banks(dbank, bank, StepRows(bank, weights, "none"))
     slot_rows_call(banks, entries, dretrieved, dinter, dots, dots).launch()

@@ -22,7 +22,6 @@ from .dual_matmul_kernels import (
     transposed_lower_matmul_call,
     values_backward_call,
 )
-from .launch import launches_early
 from .layout import Staged, empty, empty_staged
 from .phase1_bwd_kernels import Phase1BwdScratch, empty_phase1_bwd_sorted_scratch, launch_phase1_bwd_sorted
 from .slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call
@@ -93,7 +92,7 @@ def _slab_form(shape: BackwardShape) -> Slab:
     entries = shape.chunk * shape.writes
     joined = (*chunks, shape.chunk * (shape.writes + shape.reads))
     gather_parts = GradientGatherConfig.from_shapes(shape.chunk, shape.writes, shape.head_dim).parts(shape.head_dim)
-    row_parts = SlotRowsConfig.from_shapes(shape.head_dim).parts(shape.head_dim)
+    row_parts = SlotRowsConfig.from_shapes(shape.chunk, shape.head_dim).parts(shape.head_dim)
     staged = empty_staged(
         tokens, shape.writes, shape.reads, shape.gates, shape.head_dim, like, shape.dtype, torch.float32
     )
@@ -241,7 +240,6 @@ class _SlabLoop:
     def _calls(self, slab: Slab, table: Tensor | None) -> tuple[Callable[[int], KernelCall], ...]:
         """A step's launches, in order."""
         call, shape, staged, kept = self.call, self.signature, slab.staged, slab.kept
-        early = launches_early(call.bank)
         groups = [x.unflatten(0, (shape.steps, shape.streams)) for x in slab.groups]
 
         def banks(step: int) -> Banks:
@@ -254,13 +252,13 @@ class _SlabLoop:
 
         def matmul(step: int) -> KernelCall:
             Xt, du = slab.Xt[step], slab.du[step]
-            return lower_matmul_call(Xt, slab.gathered, du, shape.dtype, plus=du, early=early, upper=True, many=False)
+            return lower_matmul_call(Xt, slab.gathered, du, shape.dtype, plus=du, upper=True, many=False)
 
         def rows(step: int) -> KernelCall:
             fields = (*groups[1:], slab.number, slab.sources, slab.weights, kept["group_decay"])
             entries = SlotEntries(*(x[step] for x in fields))
             sent_back, dots = (slab.du[step], slab.dy[step]), (slab.dgroup_decay[step], slab.dots[step])
-            return slot_rows_call(banks(step), entries, *sent_back, *dots, early)
+            return slot_rows_call(banks(step), entries, *sent_back, *dots)
 
         return gather, matmul, rows
 

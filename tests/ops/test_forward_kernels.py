@@ -232,9 +232,8 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     for mode in SNAPSHOT_MODES:
         payload, scales = row_quant._snapshot_quantize_cuda(inputs[0], mode)
         row_quant._snapshot_dequantize_cuda(payload, scales, mode, case.head_dim, dtype)
-    if capability >= 90:
-        X, u = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim)
-        dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, plus=u, early=True, upper=True, many=False).launch()
+    X, u = torch.empty(2, 32, 32), torch.empty(2, 32, case.head_dim)
+    dual_matmul_kernels.lower_matmul_call(X, u, u, dtype, plus=u, upper=True, many=False).launch()
     assert {kernel for kernel, _, _ in launches} == kernels
     for kernel, args, kwargs in launches:
         assert compile_call(KernelCall(kernel, (1,), args, kwargs), capability).asm["cubin"]

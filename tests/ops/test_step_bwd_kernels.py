@@ -260,7 +260,7 @@ def slot_rows(
     weights = fence.untouched(*keys.shape)
     sources, numbers = (fence.around(torch.full(keys.shape, 77, dtype=torch.int32)) for _ in range(2))
     entry_weights_call(keys, k_eff, q_w, beta, sources, weights).launch()
-    parts = (config or SlotRowsConfig.from_shapes(D)).parts(D)
+    parts = (config or SlotRowsConfig.from_shapes(C, D)).parts(D)
     ddecay, dots = (fence.untouched(count, parts, n) for n in (E, keys.shape[1]))
     begin = step.number * step.per_step()
     rows = banks.snapshot.payload[begin + first_stream * E : begin + step.per_step()]
@@ -687,19 +687,18 @@ def test_the_rows_of_many_steps(versions: bool, first: int, sizes: Sizes, device
 
 @pytest.mark.parametrize("width", [1, 2, 63, 64, 768, 1000, 1024, 5000, 16384, 20000])
 def test_parts_cover_the_columns(width: int) -> None:
-    gathers = [GradientGatherConfig.from_shapes(chunk, 64, width) for chunk in (64, 256)]
-    for config in (*gathers, SlotRowsConfig.from_shapes(width)):
-        assert (config.parts(width) - 1) * config.columns < width <= config.parts(width) * config.columns
+    for chunk in (64, 256):
+        for config in (GradientGatherConfig.from_shapes(chunk, 64, width), SlotRowsConfig.from_shapes(chunk, width)):
+            assert (config.parts(width) - 1) * config.columns < width <= config.parts(width) * config.columns
 
 
-def calls(dtype: torch.dtype, sizes: Sizes, early: bool) -> Iterator[Any]:
+def calls(dtype: torch.dtype, sizes: Sizes) -> Iterator[Any]:
     out, table, numbers = torch.empty(1), torch.empty(8, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     for mode in SNAPSHOT_MODES:
         step = random_step(sizes, dtype, dtype, mode)
         banks = Banks(*step[:2], step.snapshot, table if mode in ("none", "fp8") else None)
         entries = SlotEntries(*step.groups[1:], numbers, numbers, out, step.group_decay)
-        for when in {False, early}:
-            yield slot_rows_call(banks, entries, step.du, step.dy, out, out, when)
+        yield slot_rows_call(banks, entries, step.du, step.dy, out, out)
         of_groups = (step.groups.slot[None], step.groups.ordinal[None], numbers)
         for previous in (None, numbers):
             yield row_numbers_call(
@@ -719,5 +718,5 @@ def calls(dtype: torch.dtype, sizes: Sizes, early: bool) -> Iterator[Any]:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_kernel_compiles(capability: int, dtype: torch.dtype, width: int) -> None:
     sizes = Sizes("compiled", streams=1, chunk=2, writes=20, reads=12, width=width, slots=30)
-    for call in calls(dtype, sizes, early=capability >= 90):
+    for call in calls(dtype, sizes):
         assert compile_call(call, capability).asm["cubin"]
