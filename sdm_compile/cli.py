@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from .text import Corpus
 from .training import Forward, TrainConfig, Trainer, evaluate
 
 INTERRUPTED = 130  # the exit status that shells give a process ended by Ctrl-C
+BROKEN_PIPE = 141  # and one that wrote to a pipe which nobody reads any more
 SAMPLE_PROMPT = "The "
 
 CHECKED_TOKENS = 256  # of the validation text, for decode against full forward
@@ -71,10 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # generated text may hold what the terminal cannot show
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # `head` has read enough, for one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it flushes at the end
+        return BROKEN_PIPE
 
 
 def _parser() -> argparse.ArgumentParser:

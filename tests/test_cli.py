@@ -103,6 +103,15 @@ def test_a_diverged_run_fails(text: Path, tmp_path: Path) -> None:
         assert not any((tmp_path / f"run{i}").iterdir())
 
 
+def test_a_reader_that_has_read_enough_ends_the_command() -> None:
+    command = [sys.executable, "-m", "sdm_compile", "doctor"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "BrokenPipeError" not in process.stderr.read()
+    assert process.wait() == cli.BROKEN_PIPE
+
+
 @pytest.mark.parametrize("moment", ["forward", "optimizer", "evaluation"])
 def test_interrupted_and_resumed_run_equals_an_uninterrupted_one(
     moment: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -161,16 +161,18 @@ def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
 
 def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Runs the Autograd kernel before the dispatcher instead of from within it, which saves an eager call one of two
-    ways through the dispatcher: 34 us against 47 on the host of an H200.
+    ways through the dispatcher: 26.7 us against 27.8 for a decode step on the host of an H200.
 
     Where the dispatcher would skip that kernel (inside another op, under inference mode), or something may stand above
     it, the op itself is called.
     """
 
+    is_excluded, autograd = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
+
     def call(*args: Any) -> Any:
         if (
             torch.compiler.is_compiling()
-            or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+            or is_excluded(autograd)
             or torch._C._are_functorch_transforms_active()
             or torch.overrides.has_torch_function(args)
         ):

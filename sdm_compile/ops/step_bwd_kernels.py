@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
+from .launch import eviction_hint
 from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
 from .step_table import from_table
@@ -136,11 +137,12 @@ def _slot_rows_kernel(
     TABLE: tl.constexpr,
     MODE: tl.constexpr,
     SCALED: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """BD columns of the rows of TILES times G slots, each with its group of a chunk's writes and reads.
 
     TABLE: the addresses of the gradient, the bank, the payload and the scales stand in p_table. MODE: that of the
-    payload.
+    payload. EVICT: the hint for rows before the step.
     """
     if TABLE:
         p_dM = from_table(p_dM, p_table, 0)
@@ -188,7 +190,8 @@ def _slot_rows_kernel(
             if p_payload.dtype == p_bank.dtype:
                 p_saved = p_payload + number.to(tl.int64)[:, None] * D + o_d[None, :]
                 p_final = p_bank + slot.to(tl.int64)[:, None] * D + o_d[None, :]
-                row = tl.load(tl.where((number >= 0)[:, None], p_saved, p_final), mask=m_row, other=0.0)
+                p_before = tl.where((number >= 0)[:, None], p_saved, p_final)
+                row = tl.load(p_before, mask=m_row, other=0.0, eviction_policy=EVICT)
             else:
                 row = _decoded_rows(p_bank, p_payload, p_scales, slot, number, part * BD, D, DP, BD, MODE, SCALED)
             x = _load_sent_back(p_du, p_dy, source, used, o_d, m_d, D)
@@ -365,6 +368,7 @@ def slot_rows_call(
         TABLE=banks.table is not None,
         MODE=mode,
         SCALED=mode in SCALED_MODES,
+        EVICT=eviction_hint(banks.bank, entries.slot.numel()),
         num_warps=config.warps,
         maxnreg=config.registers,
         enable_fp_fusion=True,

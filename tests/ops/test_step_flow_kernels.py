@@ -161,7 +161,7 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
 def test_a_write_never_comes_behind_the_gather_of_the_next_step() -> None:
     sizes = itertools.product((1, 3, 64), (1, 17, 256), (1, 64), (1, 64, 1000, 16384), (2, 4), (1, 132))
     for streams, chunk, writes, head_dim, itemsize, processors in sizes:
-        config = StepFlowConfig.from_shapes(streams, chunk, writes, 5, head_dim, itemsize)
+        config = StepFlowConfig.from_shapes(streams, chunk, writes, 5, head_dim, itemsize, saves=False)
         multiply_later, write_later = config.lags(streams, chunk, head_dim, processors)
         assert 1 <= multiply_later <= write_later <= streams * config.parts(head_dim)
         assert config.parts(head_dim) * config.columns >= head_dim
