@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
@@ -73,15 +73,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # generated text may hold what the terminal cannot show
     try:
-        status = args.run(args)
-        sys.stdout.flush()
-        return status
+        return args.run(args)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `head` has read enough, for one
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it flushes at the end
+
+
+def run() -> int:
+    """`main` for a process of its own, which ends quietly when nobody reads its output any more, as after `| head`."""
+    try:
+        status = main()
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if _has_reader(sys.stdout):  # another pipe broke
+            raise
+        with open(os.devnull, "w") as nowhere:  # or what is left would be written at the end, and fail
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _has_reader(stream: TextIO) -> bool:
+    """Whether a stream still takes a line."""
+    try:
+        print(file=stream, flush=True)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,6 +203,8 @@ def _refusals() -> Iterator[None]:
     """Around what is asked of the user: a wrong setting or file ends the program with a message, not a traceback."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # see `run`
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 

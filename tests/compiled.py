@@ -23,8 +23,8 @@ def compile_call(call: Any, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")
-    options = {name: call.options[name] for name in names if call.options.get(name) is not None}
+    given = {name: value for name, value in call.options.items() if value is not None}
+    options = {name: value for name, value in given.items() if name not in call.kernel.arg_names}
     values = dict(zip(call.kernel.arg_names, call.args, strict=False)) | call.options
     constant = {p.name for p in call.kernel.params if p.is_constexpr or values[p.name] is None}
     signature = {

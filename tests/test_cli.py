@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -103,13 +104,29 @@ def test_a_diverged_run_fails(text: Path, tmp_path: Path) -> None:
         assert not any((tmp_path / f"run{i}").iterdir())
 
 
-def test_a_reader_that_has_read_enough_ends_the_command() -> None:
-    command = [sys.executable, "-m", "sdm_compile", "doctor"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert "BrokenPipeError" not in process.stderr.read()
-    assert process.wait() == cli.BROKEN_PIPE
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_read_enough_ends_the_command(unbuffered: str) -> None:
+    command, pipe = [sys.executable, "-m", "sdm_compile", "doctor"], subprocess.PIPE
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "Error" not in process.stderr.read()
+    assert process.returncode == cli.BROKEN_PIPE
+
+
+def test_a_command_without_an_output_works() -> None:
+    done = subprocess.run(f"{sys.executable} -m sdm_compile doctor >&-", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise BrokenPipeError("not the output")
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(BrokenPipeError, match="not the output"):
+        cli.run()
 
 
 @pytest.mark.parametrize("moment", ["forward", "optimizer", "evaluation"])

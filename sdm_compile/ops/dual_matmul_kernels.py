@@ -125,7 +125,7 @@ def _outer_product_kernel(
     tl.store(p_out + (chunk * C + o_m)[:, None] * C + o_n[None, :], total, mask=m_out)
 
 
-@triton.jit(do_not_specialize=["tokens", "first_token"])
+@triton.jit(do_not_specialize=["rows", "tokens", "first_token"])
 def _values_backward_kernel(
     p_du,
     p_v,
@@ -136,10 +136,12 @@ def _values_backward_kernel(
     p_dretrieved,
     p_plus,
     D,
+    rows,
     tokens,
     first_token,
     streams,
     C: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
     DV: tl.constexpr,
     DBETA: tl.constexpr,
@@ -147,37 +149,40 @@ def _values_backward_kernel(
     PLUS: tl.constexpr,
     UNSTAGE: tl.constexpr,
 ):
-    """Back through u = beta (v - retrieved), one token per program; DV, DBETA and DRETRIEVED: what is wanted.
+    """Back through u = beta (v - retrieved), BT of `rows` tokens per program; DV, DBETA and DRETRIEVED: what is wanted.
 
     PLUS: add p_plus to dbeta. UNSTAGE: as in the lower matmul, for dv.
     """
-    row = tl.program_id(0).to(tl.int64)
-    beta = tl.load(p_beta + row)
-    dv_row, columns = row, D
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    m_row = row < rows
+    beta = tl.load(p_beta + row, mask=m_row, other=0.0)[:, None]
+    dv_row, m_dv = row, m_row
     if UNSTAGE:
         chunk = row // C
         t = first_token + (chunk // streams) * C + row % C
         dv_row = (chunk % streams) * tokens + t
-        columns = tl.where(t < tokens, D, 0)
-    total = tl.zeros([BD], tl.float32)
+        m_dv = m_row & (t < tokens)
+    total = tl.zeros([BT, BD], tl.float32)
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
-        m_d = o_d < D
-        at = row * D + o_d
-        du = tl.load(p_du + at, mask=m_d, other=0.0)
+        m_d = (o_d < D)[None, :]
+        m = m_row[:, None] & m_d
+        at = row[:, None] * D + o_d[None, :]
+        du = tl.load(p_du + at, mask=m, other=0.0)
         if DV:
             dv = tl.where(beta == 0.0, 0.0, beta * du)  # of a token without a write nothing is left, NaN neither
-            tl.store(p_dv + dv_row * D + o_d, dv.to(p_dv.dtype.element_ty), mask=o_d < columns)
+            p_dv_rows = p_dv + dv_row[:, None] * D + o_d[None, :]
+            tl.store(p_dv_rows, dv.to(p_dv.dtype.element_ty), mask=m_dv[:, None] & m_d)
         if DRETRIEVED:
-            tl.store(p_dretrieved + at, -beta * du, mask=m_d)
+            tl.store(p_dretrieved + at, -beta * du, mask=m)
         if DBETA:
-            v = tl.load(p_v + at, mask=m_d, other=0.0).to(tl.float32)
-            total += (v - tl.load(p_retrieved + at, mask=m_d, other=0.0)) * du
+            v = tl.load(p_v + at, mask=m, other=0.0).to(tl.float32)
+            total += (v - tl.load(p_retrieved + at, mask=m, other=0.0)) * du
     if DBETA:
-        dbeta = tl.sum(total, axis=0)
+        dbeta = tl.sum(total, axis=1)
         if PLUS:
-            dbeta += tl.load(p_plus + row)
-        tl.store(p_dbeta + row, dbeta)
+            dbeta += tl.load(p_plus + row, mask=m_row, other=0.0)
+        tl.store(p_dbeta + row, dbeta, mask=m_row)
 
 
 @dataclass(frozen=True)
@@ -221,11 +226,13 @@ class OuterProductConfig:
 
 @dataclass(frozen=True)
 class ValuesBackwardConfig:
+    tokens: int
     columns: int
 
     @staticmethod
     def from_shapes(head_dim: int) -> ValuesBackwardConfig:
-        return ValuesBackwardConfig(columns=min(1024, max(1, triton.next_power_of_2(head_dim))))
+        columns = min(1024, triton.next_power_of_2(head_dim))
+        return ValuesBackwardConfig(tokens=min(32, 1024 // columns), columns=columns)
 
 
 def matmul_precision(dtype: torch.dtype) -> str:
@@ -249,9 +256,8 @@ def lower_matmul_call(
     """out = X u (+ plus) for contiguous X [N, C, C] and u [N, C, D] of a bank of `dtype`.
 
     With `residual` = (v, beta) `u` holds retrieved rows. With `unstage` = (first token, streams) out is [P, T, D], and
-    the chunks are those of the tokens from the first on, step after step. `many`: see the
-    config; None for where there is a `plus`. `transposed`: see `transposed_lower_matmul_call`. `upper`: X is upper
-    triangular.
+    the chunks are those of the tokens from the first on, step after step. `many`: see the config; None for where there
+    is a `plus`. `transposed`: see `transposed_lower_matmul_call`. `upper`: X is upper triangular.
     """
     chunks, chunk, width = u.shape
     config = DualMatmulConfig.from_shapes(chunk, width, dtype, plus is not None if many is None else many)
@@ -344,17 +350,19 @@ def values_backward_call(
     outs = (dv, dbeta, dretrieved)
     first_token, streams = unstage or (0, 1)
     tokens = chunk if dv is None else dv.shape[1]
+    config = ValuesBackwardConfig.from_shapes(width)
     options = dict(
         C=chunk,
-        BD=ValuesBackwardConfig.from_shapes(width).columns,
+        BT=config.tokens,
+        BD=config.columns,
         DV=dv is not None,
         DBETA=dbeta is not None,
         DRETRIEVED=dretrieved is not None,
         PLUS=plus is not None,
         UNSTAGE=unstage is not None,
-        num_warps=4 if width > 256 else 1,
+        num_warps=4,
         enable_fp_fusion=True,
     )
     tensors = (du, v, beta, retrieved, *(du if out is None else out for out in (*outs, plus)))
-    args = (*tensors, width, tokens, first_token, streams)
-    return KernelCall(_values_backward_kernel, (chunks * chunk,), args, options)
+    args = (*tensors, width, chunks * chunk, tokens, first_token, streams)
+    return KernelCall(_values_backward_kernel, (triton.cdiv(chunks * chunk, config.tokens),), args, options)

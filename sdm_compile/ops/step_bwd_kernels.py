@@ -142,7 +142,7 @@ def _slot_rows_kernel(
     """BD columns of the rows of TILES times G slots, each with its group of a chunk's writes and reads.
 
     TABLE: the addresses of the gradient, the bank, the payload and the scales stand in p_table. MODE: that of the
-    payload. EVICT: the hint for rows before the step.
+    payload. EVICT: the hint for rows before the step, where all have the bank's dtype.
     """
     if TABLE:
         p_dM = from_table(p_dM, p_table, 0)

@@ -1,7 +1,7 @@
 """Triton kernels of product-key top-k: one factor, the fold of two lists, the backward.
 
-Best means smallest here: kernels work on losses, negated scores, so that every order is ascending. Sorts are bitonic
-networks over keys without ties. A fold (`_fold_kernel`) of a list of prefixes and the columns of a factor
+Best means smallest here: kernels work on losses, negated scores, so that every order is ascending. Sorts, see
+`bitonic`, are over keys without ties. A fold (`_fold_kernel`) of a list of prefixes and the columns of a factor
 
 1. ranks both: a key is a loss and a column, and the best K of each list are kept;
 2. adds up the pairs of ranks (i, j) that can be among the k best, and sorts their losses: the k-th is the last to be
@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bitonic import log2, smallest
+
 _INF = tl.constexpr(math.inf)
 _NO_KEY = tl.constexpr(2.0 - 2.0**-23)  # PACKED, the last column's NaN: no other key is above it
 _MAX_INT32 = tl.constexpr(2**31 - 1)
@@ -37,81 +39,9 @@ MAX_PROGRAMS = 8448
 
 
 @triton.constexpr_function
-def _log2(n):
-    return n.bit_length() - 1
-
-
-@triton.constexpr_function
 def _half(h, k):
     """The places of the row of hook h, and of its column: no fewer than k for hook 0, k / (h + 1) - h for others."""
     return k if h == 0 else k // 2 if h < 3 else k // 4
-
-
-@triton.jit
-def _upper(DIM: tl.constexpr, RANK: tl.constexpr):
-    """Which elements are in the upper half of a cube's dimension: 0 is the innermost of RANK."""
-    return tl.reshape(tl.arange(0, 2), [1] * (RANK - DIM - 1) + [2] + [1] * DIM) == 1
-
-
-@triton.jit
-def _partner(cube, DIM: tl.constexpr, RANK: tl.constexpr):
-    """Every element's neighbour along a dimension."""
-    if cube.dtype == tl.float32:
-        bits = cube.to(tl.int32, bitcast=True)
-        return (bits ^ tl.xor_sum(bits, RANK - 1 - DIM, True)).to(tl.float32, bitcast=True)
-    else:
-        return cube ^ tl.xor_sum(cube, RANK - 1 - DIM, True)
-
-
-@triton.jit
-def _smallest(keys, K: tl.constexpr, DESCENDING: tl.constexpr, FROM: tl.constexpr):
-    """The K smallest of [ROWS, N] keys, sorted. ROWS, N >= 2 and K >= 2 are powers of two.
-
-    FROM: the stage to start from, log2(length) of the bitonic sequences that the rows consist of.
-    """
-    log_n: tl.constexpr = _log2(keys.shape[1])
-    log_k: tl.constexpr = _log2(K)
-    rank: tl.constexpr = _log2(keys.shape[0]) + log_n
-    cube = tl.reshape(keys, [2] * rank)
-    negative = False
-    for stage in tl.static_range(FROM, log_k + 1):
-        cube, negative = _merge(cube, negative, stage, rank, stage < log_n, DESCENDING and stage == log_n)
-    for half in tl.static_range(1, log_n - log_k + 1):
-        # An ascending and a descending run of K: the smaller of each pair are the K smallest, and bitonic.
-        cube = tl.min(_negate(cube, negative), axis=rank - half - log_k)
-        cube, negative = _merge(
-            cube, False, log_k, rank - half, half < log_n - log_k, DESCENDING and half == log_n - log_k
-        )
-    return tl.reshape(_negate(cube, negative), [keys.shape[0], K])
-
-
-@triton.jit
-def _negate(cube, where):
-    return cube * tl.where(where, -1.0, 1.0) if cube.dtype == tl.float32 else cube
-
-
-@triton.jit
-def _merge(cube, negative, STAGE: tl.constexpr, RANK: tl.constexpr, FLIP: tl.constexpr, DESCENDING: tl.constexpr):
-    """Sorts the bitonic sequences along the STAGE innermost dimensions.
-
-    FLIP: those in the upper half of dimension STAGE, which then exists, are sorted in descending order.
-
-    Of float32, elements that are to become the larger of a pair change their sign, so that all take a minimum: a
-    multiplication, which a warp does beside its comparisons, and free within a thread. negative: where they have.
-    """
-    for i in tl.static_range(STAGE):
-        larger = _upper(STAGE - 1 - i, RANK) ^ DESCENDING
-        if FLIP:
-            larger ^= _upper(STAGE, RANK)
-        if cube.dtype == tl.float32:
-            cube = _negate(cube, larger ^ negative)
-            # A partner has the other sign. This is the negative minimum, without a change of what a warp exchanges.
-            cube = tl.maximum(cube * -1.0, _partner(cube, STAGE - 1 - i, RANK))
-            negative = larger ^ True
-        else:
-            other = _partner(cube, STAGE - 1 - i, RANK)
-            cube = tl.where(larger, tl.maximum(cube, other), tl.minimum(cube, other))
-    return cube, negative
 
 
 @triton.jit
@@ -176,7 +106,7 @@ def _rank(
         best = tl.full([o_row.shape[0], K], _NO_KEY if PACKED else _MAX_INT64, tl.float32 if PACKED else tl.int64)
         for start in range(0, WIDTH, N):
             tile = _rank_tile(p_x, o_row, start + o_n, widths, N, K, PACKED, FULL, True)
-            best = _smallest(tl.minimum(best, tile), K, False, _log2(K))
+            best = smallest(tl.minimum(best, tile), K, False, log2(K))
         return best
 
 
@@ -202,7 +132,7 @@ def _rank_tile(
     keys = _key(0.0 - x.to(tl.float32), o_n, PACKED)
     if not FULL:
         keys = tl.where(m_n, keys, _NO_KEY if PACKED else _MAX_INT64)
-    return _smallest(tl.reshape(keys, [o_row.shape[0], N]), min(K, N), DESCENDING, 1)
+    return smallest(tl.reshape(keys, [o_row.shape[0], N]), min(K, N), DESCENDING, 1)
 
 
 @triton.jit
@@ -255,11 +185,11 @@ def _store_chosen(p_slots, before, slot, chosen):
 
 @triton.jit
 def _smallest_slots(slots, K: tl.constexpr, DESCENDING: tl.constexpr, FROM: tl.constexpr):
-    """`_smallest` of slots: int64, or int32 of 0 .. _NO_SLOT, whose bits sort as float32 too."""
+    """`smallest` of slots: int64, or int32 of 0 .. _NO_SLOT, whose bits sort as float32 too."""
     if slots.dtype == tl.int32:
-        return _smallest(slots.to(tl.float32, bitcast=True), K, DESCENDING, FROM).to(tl.int32, bitcast=True)
+        return smallest(slots.to(tl.float32, bitcast=True), K, DESCENDING, FROM).to(tl.int32, bitcast=True)
     else:
-        return _smallest(slots, K, DESCENDING, FROM)
+        return smallest(slots, K, DESCENDING, FROM)
 
 
 @triton.jit
@@ -275,7 +205,7 @@ def _store_smallest(p_slots, p_ties, ties, wanted, K: tl.constexpr, no_slot: tl.
         best = tl.full([1, K], no_slot, dtype)
         for start in range(0, ties, K):
             some = tl.load(p_ties + start + o_k, mask=start + o_k < ties, other=no_slot)
-            best = _smallest_slots(tl.minimum(best, _smallest_slots(some, K, True, 1)), K, False, _log2(K))
+            best = _smallest_slots(tl.minimum(best, _smallest_slots(some, K, True, 1)), K, False, log2(K))
         tl.store(p_slots + o_k, best, mask=o_k < wanted)
 
 
@@ -311,7 +241,7 @@ def _fold_kernel(
     before OFFSET. p_work: [programs, WORK] int64. K: k as a power of two. HOOKS: how many hooks are sorted as such;
     OTHERS: places for all other pairs. BN0, BN1: how many to rank at once; equal if FIRST.
     """
-    log_k: tl.constexpr = _log2(K)
+    log_k: tl.constexpr = log2(K)
     dtype: tl.constexpr = tl.int32 if N0 * N1 <= _NO_SLOT else tl.int64
     no_slot: tl.constexpr = _NO_SLOT if dtype == tl.int32 else _MAX_INT64
     o_k = tl.arange(0, K)[None, :]
@@ -371,24 +301,24 @@ def _fold_kernel(
             best = tl.minimum(keys[0], keys[1])
         for h in tl.static_range(1, min(HOOKS, 3)):
             hook = tl.reshape(tl.permute(tl.join(keys[2 * h], keys[2 * h + 1]), [0, 2, 1]), [1, K])
-            best = tl.minimum(_smallest(best, K, False, log_k), _smallest(hook, K, True, log_k))
+            best = tl.minimum(smallest(best, K, False, log_k), smallest(hook, K, True, log_k))
         if HOOKS > 3:
             two = tl.join(tl.join(keys[6], keys[8]), tl.join(keys[7], keys[9]))  # [1, K / 4, hook, row or column]
             two = tl.reshape(tl.permute(two, [0, 2, 3, 1]), [1, K])
-            best = tl.minimum(_smallest(best, K, False, log_k), _smallest(two, K, True, log_k - 1))
+            best = tl.minimum(smallest(best, K, False, log_k), smallest(two, K, True, log_k - 1))
         if OTHERS:
             others = tl.reshape(keys[2 * HOOKS], [OTHERS // 32, 32])
             if OTHERS > K and OTHERS >= 128:  # halves that meet in a thread
                 others = tl.permute(tl.reshape(others, [2, OTHERS // 64, 32]), [0, 2, 1])
             else:
                 others = tl.trans(others)
-            others = _smallest(tl.reshape(others, [1, OTHERS]), K, True, 1)
+            others = smallest(tl.reshape(others, [1, OTHERS]), K, True, 1)
             if HOOKS:
-                best = tl.minimum(_smallest(best, K, False, log_k), others)
+                best = tl.minimum(smallest(best, K, False, log_k), others)
             else:
                 best = others
         if COUNT < K:
-            best = _smallest(best, K, False, 1 if HOOKS == 0 else log_k)
+            best = smallest(best, K, False, 1 if HOOKS == 0 else log_k)
         last = tl.max(tl.max(tl.where(o_k < COUNT, best, -_INF), axis=1), axis=0)
         if last == _INF:
             graded = ()
