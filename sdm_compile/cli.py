@@ -25,7 +25,7 @@ from .generation import TextStream, decode_differences, generate
 from .lm import LanguageModel, LMConfig
 from .machine import describe_device, pick_device, why_not_compile
 from .text import Corpus
-from .training import Forward, TrainConfig, Trainer, evaluate
+from .training import Forward, TrainConfig, Trainer, evaluate, interrupts_held
 
 INTERRUPTED = 130  # the exit status that shells give a process ended by Ctrl-C
 BROKEN_PIPE = 141  # and one that wrote to a pipe which nobody reads any more
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sdm_compile",
         description="A small byte-level language model of Sparse Delta Memory layers. "
-        "Without arguments: train it with the default settings.",
+        "Without a command: train it; the options are those of train.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="train | generate | doctor")
     _add_train(commands)
@@ -132,7 +132,7 @@ def _add_train(commands: Any) -> None:
     )
     add = command.add_argument
     add("--out", type=Path, default=Path("sdm-run"), help="folder of the checkpoint (default: %(default)s)")
-    add("--resume", action="store_true", help="go on from the checkpoint; only --steps may be changed")
+    add("--resume", action="store_true", help="go on from the checkpoint; --steps may change, and where the text is")
     add("--save-every", type=_at_least(1), default=50, metavar="N", help="steps between saves (default: %(default)s)")
     add("--sample", type=_at_least(0), default=200, metavar="N", help="bytes of the sample (default: %(default)s)")
     add("--no-compile", action="store_true", help="run without torch.compile")
@@ -232,8 +232,9 @@ def _train(args: argparse.Namespace) -> int:
         speed = _learn(trainer, corpus, forward, path, args.save_every)
         end_bits = evaluate(model, corpus.validation, config.batch, config.length)
     except KeyboardInterrupt:
-        _checkpoint(trainer, corpus).save(path)
-        print(f"\nstopped after step {trainer.step}; --resume goes on from {path}", file=sys.stderr)
+        with interrupts_held():
+            _checkpoint(trainer, corpus).save(path)
+            print(f"\nstopped after step {trainer.step}; --resume goes on from {path}", file=sys.stderr)
         return INTERRUPTED
 
     if not math.isfinite(end_bits):
@@ -274,13 +275,17 @@ def _new_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
 
 def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
     checkpoint = Checkpoint.load(path)
+    changed = {name: value for name, value in _given(args, TrainConfig).items() if name in ("steps", "text")}
     for config in (checkpoint.training, checkpoint.model):
         for name, value in _given(args, type(config)).items():
-            if name != "steps" and value != getattr(config, name):
+            if name not in changed and value != getattr(config, name):
                 has, instead = getattr(config, name), "leave that option out, or begin anew without --resume"
                 raise ValueError(f"the checkpoint has {name} = {has}, which cannot become {value}: {instead}")
-    config = replace(checkpoint.training, steps=getattr(args, "steps", checkpoint.training.steps))
-    corpus = Corpus.load(config.text)
+    config = replace(checkpoint.training, **changed)
+    try:
+        corpus = Corpus.load(config.text)
+    except FileNotFoundError as error:
+        raise ValueError(f"{error}; if the run's text has moved, say with --text where it is now") from error
     if corpus.digest != checkpoint.digest:
         raise ValueError("the text is not the one that the run began with")
     trainer = Trainer(checkpoint.model, config, pick_device(args.device))

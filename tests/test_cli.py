@@ -171,6 +171,25 @@ def test_interrupted_and_resumed_run_equals_an_uninterrupted_one(
     assert "validation" in capfd.readouterr().out
 
 
+def test_a_second_interrupt_waits_for_the_checkpoint(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Checkpoint.save
+
+    def interrupt(*args: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def interrupted_save(self: Checkpoint, path: Path) -> None:
+        interrupt()
+        original(self, path)
+
+    monkeypatch.setattr(cli, "_learn", interrupt)
+    monkeypatch.setattr(Checkpoint, "save", interrupted_save)
+    path = tmp_path / "run" / cli.CHECKPOINT
+    assert main(settings(text, path.parent)) == cli.INTERRUPTED
+    assert Checkpoint.load(path).step == 0
+
+
 def test_checkpoints_are_saved_on_the_way(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     original = Checkpoint.save
@@ -188,7 +207,7 @@ def test_resuming_a_finished_run_reports_again(text: Path, tmp_path: Path, capfd
     assert "training too short to time" in out
 
 
-def test_resume_may_change_steps_alone(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_may_change_steps_and_where_the_text_is(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert main(settings(text, out)) == 0
     assert main(resume(out, "--steps", "8", "--lr", "0.02")) == 0  # the value that it has
@@ -196,7 +215,12 @@ def test_resume_may_change_steps_alone(text: Path, tmp_path: Path, capfd: pytest
     for option, name in (("--lr", "lr"), ("--dim", "dim")):
         with pytest.raises(SystemExit, match=f"the checkpoint has {name} = .*, which cannot become 32"):
             main(resume(out, option, "32"))
-    text.write_bytes(text.read_bytes() + b".")
+    moved = text.rename(text.with_name("moved"))
+    with pytest.raises(SystemExit, match=f"{text}'; if the run's text has moved, say with --text where it is now"):
+        main(resume(out))
+    assert main(resume(out, "--text", str(moved))) == 0
+    assert main(resume(out)) == 0
+    moved.write_bytes(moved.read_bytes() + b".")
     with pytest.raises(SystemExit, match="not the one that the run began with"):
         main(resume(out))
 
