@@ -26,7 +26,8 @@ from sdm_compile.ops.slot_groups_kernels import (  # noqa: E402
     empty_slot_groups,
     launch_slot_groups,
 )
-from sdm_compile.ops.slot_sort_kernels import NO_ENTRY, SortConfig  # noqa: E402
+from sdm_compile.ops.slot_sort_kernels import SortConfig  # noqa: E402
+from tests.slot_groups import grouped  # noqa: E402
 
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=in_the_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -86,29 +87,6 @@ SIZES = [
     Sizes("three merged runs", lead=(1,), chunk=90, writes=4, reads=8, slots=300, apart=100),
 ]
 every_size = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: sizes.name)
-
-
-def grouped(k_idx: Tensor, q_idx: Tensor) -> SlotGroups:
-    """What the kernels should find, of [N, C, W] and [N, C, R]."""
-    joined = torch.cat([k_idx, q_idx], -1).flatten(1).tolist()
-    each, writes = k_idx.shape[2] + q_idx.shape[2], k_idx.shape[2]
-    found: list[tuple[list[int], ...]] = []
-    for ids in joined:
-        slots = sorted({slot for slot in ids if slot >= 0})
-        entries = [[e for e, other in enumerate(ids) if other == slot] for slot in slots]
-        keys = [slot * 2**32 + e for slot, of_slot in zip(slots, entries, strict=True) for e in of_slot]
-        start, ordinal, written = [0], [], 0
-        for of_slot in entries:
-            start.append(start[-1] + len(of_slot))
-            has_write = any(e % each < writes for e in of_slot)
-            ordinal.append(written if has_write else -1)
-            written += has_write
-        unused = [-1] * (len(ids) - len(slots))
-        keys += [NO_ENTRY.value] * (len(ids) - len(keys))
-        lead = [of_slot[0] // each * 2 + (of_slot[0] % each >= writes) for of_slot in entries]
-        found.append((keys, start + start[-1:] * len(unused), slots + unused, lead + unused, ordinal + unused))
-    keys, *others = zip(*found, strict=True)
-    return SlotGroups(torch.tensor(keys, dtype=torch.int64), *(torch.tensor(x, dtype=torch.int32) for x in others))
 
 
 class Fence:
