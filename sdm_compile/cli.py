@@ -83,7 +83,7 @@ def run() -> int:
     """`main` for a process of its own, which ends quietly when nobody reads its output any more, as after `| head`."""
     try:
         status = main()
-        if sys.stdout is not None:  # closed
+        if sys.stdout is not None:  # as it is where it was closed
             sys.stdout.flush()
         return status
     except BrokenPipeError:
