@@ -82,10 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> int:
     """`main` for a process of its own, which ends quietly when nobody reads its output any more, as after `| head`."""
     try:
-        status = main()
-        if sys.stdout is not None:  # as it is where it was closed
-            sys.stdout.flush()
-        return status
+        try:
+            return main()
+        finally:
+            if sys.stdout is not None:  # as it is where it was closed
+                sys.stdout.flush()
     except BrokenPipeError:
         if _has_reader(sys.stdout):  # another pipe broke
             raise
@@ -225,21 +226,25 @@ def _train(args: argparse.Namespace) -> int:
     with _refusals():
         trainer, corpus = _resumed_run(args, path) if args.resume else _new_run(args, path)
     model, config = trainer.model, trainer.config
-    forward = _forward(model, not args.no_compile)
     try:
+        if not args.resume:
+            _keep_previous(path)
+        forward = _forward(model, not args.no_compile)
         if trainer.start_bits is None:
             trainer.start_bits = evaluate(model, corpus.validation, config.batch, config.length)
         speed = _learn(trainer, corpus, forward, path, args.save_every)
         end_bits = evaluate(model, corpus.validation, config.batch, config.length)
-    except KeyboardInterrupt:
+        if not math.isfinite(end_bits):
+            raise SystemExit(f"error: the run diverged: {end_bits} validation bits/byte; try a lower --lr")
+        _checkpoint(trainer, corpus).save(path)
+    except (KeyboardInterrupt, BrokenPipeError) as stop:  # of Ctrl-C, `tee` may end before this does
         with interrupts_held():
             _checkpoint(trainer, corpus).save(path)
+            if isinstance(stop, BrokenPipeError):
+                raise
             print(f"\nstopped after step {trainer.step}; --resume goes on from {path}", file=sys.stderr)
         return INTERRUPTED
 
-    if not math.isfinite(end_bits):
-        raise SystemExit(f"error: the run diverged: {end_bits} validation bits/byte; try a lower --lr")
-    _checkpoint(trainer, corpus).save(path)
     print(f"checkpoint: {path}\nsample:")
     stream = generate(model, forward, SAMPLE_PROMPT.encode(), temperature=0.8, top_p=0.95, seed=config.seed)
     decode_speed = _show(SAMPLE_PROMPT, islice(stream, args.sample), TextStream())
@@ -266,11 +271,16 @@ def _new_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path.parent):  # a checkpoint can be written there
         pass
+    return trainer, corpus
+
+
+def _keep_previous(path: Path) -> None:
+    """Moves the checkpoint of an earlier run out of the way, if there is one."""
     if path.exists():
         kept = path.with_name(f"previous-{path.name}")
-        path.replace(kept)
+        with _refusals():
+            path.replace(kept)
         print(f"the checkpoint of an earlier run is kept as {kept}")
-    return trainer, corpus
 
 
 def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
@@ -282,9 +292,11 @@ def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]
                 has, instead = getattr(config, name), "leave that option out, or begin anew without --resume"
                 raise ValueError(f"the checkpoint has {name} = {has}, which cannot become {value}: {instead}")
     config = replace(checkpoint.training, **changed)
+    if config.steps < checkpoint.step:
+        raise ValueError(f"the checkpoint is at step {checkpoint.step}: --steps must not be less, got {config.steps}")
     try:
         corpus = Corpus.load(config.text)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise ValueError(f"{error}; if the run's text has moved, say with --text where it is now") from error
     if corpus.digest != checkpoint.digest:
         raise ValueError("the text is not the one that the run began with")
@@ -320,7 +332,8 @@ def _learn(trainer: Trainer, corpus: Corpus, forward: Forward, path: Path, save_
     """Trains to the last step, with a checkpoint now and then on the way; returns tokens per second."""
     config = trainer.config
     seconds = []
-    with tqdm(total=config.steps, initial=min(trainer.step, config.steps), desc="training", unit="step") as bar:
+    shown = dict(total=config.steps, initial=trainer.step, desc="training", unit="step")
+    with tqdm(**shown, disable=sys.stderr is None) as bar:
         if forward is not trainer.model:
             bar.set_postfix_str("the first step compiles")
         while trainer.step < config.steps:

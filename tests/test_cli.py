@@ -104,9 +104,9 @@ def test_a_diverged_run_fails(text: Path, tmp_path: Path) -> None:
         assert not any((tmp_path / f"run{i}").iterdir())
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_read_enough_ends_the_command(unbuffered: str) -> None:
-    command, pipe = [sys.executable, "-m", "sdm_compile", "doctor"], subprocess.PIPE
+@pytest.mark.parametrize(("argument", "unbuffered"), [("doctor", ""), ("doctor", "1"), ("--help", "")])
+def test_a_reader_that_has_read_enough_ends_the_command(argument: str, unbuffered: str) -> None:
+    command, pipe = [sys.executable, "-m", "sdm_compile", argument], subprocess.PIPE
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -190,6 +190,49 @@ def test_a_second_interrupt_waits_for_the_checkpoint(
     assert Checkpoint.load(path).step == 0
 
 
+def test_a_broken_pipe_leaves_a_checkpoint(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_learn", fail)
+    path = tmp_path / "run" / cli.CHECKPOINT
+    with pytest.raises(BrokenPipeError):
+        main(settings(text, path.parent))
+    assert Checkpoint.load(path).step == 0
+
+
+def test_an_interrupt_before_the_first_step(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run" / cli.CHECKPOINT
+    assert main(settings(text, path.parent)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_forward", lambda *args: signal.raise_signal(signal.SIGINT))
+        assert main(settings(text, path.parent)) == cli.INTERRUPTED
+    assert Checkpoint.load(path).step == 0
+    assert Checkpoint.load(path.with_name(f"previous-{path.name}")).step == STEPS
+    assert main(resume(path.parent)) == 0
+
+
+def test_an_interrupt_of_the_last_save(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, saves = Checkpoint.save, []
+
+    def interrupted_save(self: Checkpoint, path: Path) -> None:
+        saves.append(self.step)
+        if len(saves) == 1:
+            signal.raise_signal(signal.SIGINT)
+        original(self, path)
+
+    monkeypatch.setattr(Checkpoint, "save", interrupted_save)
+    path = tmp_path / "run" / cli.CHECKPOINT
+    assert main(settings(text, path.parent)) == cli.INTERRUPTED
+    assert saves == [STEPS, STEPS]
+    assert Checkpoint.load(path).step == STEPS
+
+
+def test_a_run_without_a_progress_bar(text: Path, tmp_path: Path) -> None:
+    words = " ".join([sys.executable, "-m", "sdm_compile", *settings(text, tmp_path / "run")])
+    assert subprocess.run(f"{words} 2>&-", shell=True, capture_output=True).returncode == 0
+
+
 def test_checkpoints_are_saved_on_the_way(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     original = Checkpoint.save
@@ -212,6 +255,8 @@ def test_resume_may_change_steps_and_where_the_text_is(text: Path, tmp_path: Pat
     assert main(settings(text, out)) == 0
     assert main(resume(out, "--steps", "8", "--lr", "0.02")) == 0  # the value that it has
     assert Checkpoint.load(out / cli.CHECKPOINT).step == 8
+    with pytest.raises(SystemExit, match="the checkpoint is at step 8: --steps must not be less, got 7"):
+        main(resume(out, "--steps", "7"))
     for option, name in (("--lr", "lr"), ("--dim", "dim")):
         with pytest.raises(SystemExit, match=f"the checkpoint has {name} = .*, which cannot become 32"):
             main(resume(out, option, "32"))
