@@ -245,6 +245,10 @@ def test_readme_says_what_the_results_say() -> None:
         plot.column(results, "Training on 131,072", name)["recompute"] for name in ("x none's peak", "x none")
     )
     assert f"trains in {memory} of the memory and {time} times the time" in readme
+    modes = "Training with each"
+    off = [plot.column(results, modes, f"{name}'s gradient off by") for name in ("k_val", "g", "q_val")]
+    fp8, int4 = (max(errors[mode] for errors in off) for mode in ("fp8", "int4"))
+    assert f"by norm up to {fp8:.0%} with fp8, and {int4:.0%} with int4" in readme
     cold = plot.column(results, "Cold start", "first call s")
     assert f"takes {cold['empty']} s with an empty cache of compiled kernels and {cold['full']} s with a full" in readme
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
-from .launch import launches_early
 
 
 @triton.jit
@@ -304,9 +304,9 @@ def decode_step_call(
     num_slots, head_dim = bank.shape
     writes, reads = k_idx.shape[-1], q_idx.shape[-1]
     programs = readings.numel() // head_dim * triton.cdiv(head_dim, config.columns)
-    # Measured on an H200, us per launch of many one behind the other, on rows not in the cache: 12.5 and 10.4 with 64
-    # streams, 34.4 and 32.9 with 256.
-    overlap = launches_early(bank)
+    # From Hopper on. Measured on an H200, us per launch of many one behind the other, on rows not in the cache, without
+    # and with it: 12.5 and 10.4 with 64 streams, 34.4 and 32.9 with 256.
+    overlap = bank.is_cuda and torch.cuda.get_device_capability(bank.device)[0] >= 9
     options = dict(
         D=head_dim,
         W=writes,

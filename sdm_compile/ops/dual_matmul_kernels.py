@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .bound import KernelCall
 
-# Tiles are not loaded ahead of their products: a backward's steps run beside these kernels, and in between, and what a
-# kernel takes of a processor's shared memory its cache loses, where the steps' rows arrive. Measured on an H200, ms per
-# train step as graph replay with three stages and with one: 33.9 and 33.4 with 2 streams of 1024 columns, 29.8 and 29.3
-# with 8, 25.8 and 23.8 at a chunk of 256.
+# Tiles are not loaded ahead of their products: a backward's steps run beside these kernels, and in between, and what
+# a kernel takes of a processor's shared memory its cache loses, where the steps' rows arrive. Measured on an H200, ms
+# per train step as graph replay with three stages and with one, here and in the solve: 33.9 and 33.4 with 2 streams
+# of 1024 columns, 29.8 and 29.3 with 8, 25.8 and 23.8 at a chunk of 256.
 STAGES = 1
 
 

@@ -36,11 +36,6 @@ MAX_CALLS = 64  # layouts of calls whose launches are recorded
 MAX_BYTES = 4 * 2**30  # of working memory kept, over all devices and streams, beside that of the latest call
 
 
-def launches_early(bank: Tensor) -> bool:
-    """Whether a kernel can be launched before the one in front of it has ended: on a GPU from Hopper on."""
-    return bank.is_cuda and torch.cuda.get_device_capability(bank.device)[0] >= 9
-
-
 class StepLoop(Protocol):
     """A call's step loop, as `replay` runs it. `memory` is its working memory; nothing in it outlives the loop."""
 

@@ -161,7 +161,7 @@ def _in_place_kernel(op: RegisteredOp) -> Callable[..., Any]:
 
 def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Runs the Autograd kernel before the dispatcher instead of from within it, which saves an eager call one of two
-    ways through the dispatcher: 26.7 us against 27.8 for a decode step on the host of an H200.
+    ways through the dispatcher: 5.2 us against 6.4 for an op of eight tensors that does nothing, on a CPU.
 
     Where the dispatcher would skip that kernel (inside another op, under inference mode), or something may stand above
     it, the op itself is called.

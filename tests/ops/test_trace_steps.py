@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sdm_compile import reference, sdm_write_read
+from tests.calls import call
 from tests.cases import CASES, FLOATS, RAGGED, TANGLED, Case, Inputs, gradients, upstream, values_and_gradients
 from tests.harness import TOLERANCES, assert_close, assert_same_bits
 
@@ -27,7 +28,7 @@ BACKWARD = {f"{name}_bwd": count for name, count in FORWARD.items()}
 
 
 def traced(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
-    return functools.partial(sdm_write_read, chunk_size=case.chunk_size, trace_steps=True)
+    return call(case, trace_steps=True)
 
 
 def sdm_nodes(*graphs: GraphModule) -> dict[str, int]:
@@ -92,8 +93,7 @@ def test_composite_is_one_node() -> None:
         captured.append(graph)
         return graph
 
-    call = functools.partial(sdm_write_read, chunk_size=RAGGED.chunk_size)
-    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    compiled = torch.compile(call(RAGGED), fullgraph=True, backend=backend)
     compiled(*RAGGED.make(F32))
     compiled(*RAGGED.make(F32).requiring_grad())
     assert [sdm_nodes(graph) for graph in captured] == [{"write_read": 1}, {"write_read_saving": 1}]
