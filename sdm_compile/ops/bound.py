@@ -84,7 +84,7 @@ def launches_are_watched() -> bool:
         or runtime.add_stages_inspection_hook
         or compilation.instrumentation_mode
         or runtime.debug
-        or runtime.interpret
+        or INTERPRETED.value
     )
 
 

@@ -8,25 +8,21 @@ bank [num_slots, D]; every input [..., *]; a row is rounded to the bank's dtype 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import accumulate_dtype, check_contiguous_bank, check_ids_in_bank, check_token_inputs
 from .dispatch import Dispatch, record
+from .known_calls import KnownCalls, unobserved
 from .registry import register
 from .repeats import add_repeats, merge_repeated, repeat_count
 from .rows import load_rows, store_rows_, weighted_rows
-from .situation import current_situation
-
-MAX_ADMITTED = 256  # signatures whose check is remembered
-
-_admitted: dict[Hashable, tuple[Callable[..., None], Dispatch]] = {}
-_lock = threading.Lock()  # over what is added to and dropped from it
+from .situation import current_situation, situation_on_cuda
 
 _INPUTS = "Tensor(a!) memory, Tensor k_idx, Tensor k_val, Tensor v, Tensor beta, Tensor g, Tensor q_idx, Tensor q_val"
 
@@ -93,27 +89,35 @@ def token_dispatch(route: str, memory: Tensor, k_idx: Tensor, q_idx: Tensor) -> 
     )
 
 
+class _Known(NamedTuple):
+    """What every CUDA call of such tensors does, once they have passed the check."""
+
+    launch: Callable[..., None]
+    contiguous: bool  # whether all of them are
+    repeats: Tensor  # the count to add to
+    dispatch: Dispatch
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        readings = _empty_decode_step_output(inputs[0], inputs[3])
+        self.launch(*(inputs if self.contiguous else map(Tensor.contiguous, inputs)), readings, self.repeats)
+        dispatch, situation = self.dispatch, situation_on_cuda()
+        record("decode", dispatch if dispatch.situation is situation else replace(dispatch, situation=situation))
+        return readings
+
+
+_calls: KnownCalls[_Known] = KnownCalls()
+
+
 def _decode_step_cuda(
     memory: Tensor, k_idx: Tensor, k_val: Tensor, v: Tensor, beta: Tensor, g: Tensor, q_idx: Tensor, q_val: Tensor
 ) -> Tensor:
     inputs = (memory, k_idx, k_val, v, beta, g, q_idx, q_val)
-    signature = (
-        memory.shape, k_idx.shape, k_val.shape, v.shape, beta.shape, g.shape, q_idx.shape, q_val.shape,
-        memory.dtype, k_idx.dtype, k_val.dtype, v.dtype, beta.dtype, g.dtype, q_idx.dtype, q_val.dtype,
-        memory.get_device(), k_idx.get_device(), k_val.get_device(), v.get_device(),
-        beta.get_device(), g.get_device(), q_idx.get_device(), q_val.get_device(),
-    )  # fmt: skip
-    launch, dispatch = _admitted.get(signature) or _admit(signature, *inputs)
-    check_contiguous_bank(memory)
-    readings, device = _empty_decode_step_output(memory, v), memory.device
-    launch(*map(Tensor.contiguous, inputs), readings, repeat_count(device))
-    situation = current_situation(device)
-    record("decode", dispatch if dispatch.situation is situation else replace(dispatch, situation=situation))
-    return readings
+    known = _calls.find((memory.shape, v.shape), inputs) or _admit(*inputs)
+    return known.run(*inputs)
 
 
-def _admit(signature: Hashable, memory: Tensor, *inputs: Tensor) -> tuple[Callable[..., None], Dispatch]:
-    """What every CUDA call of these shapes, dtypes and devices does, once they have passed the check."""
+def _admit(memory: Tensor, *inputs: Tensor) -> _Known:
+    """Checks a call; what it does is known from then on."""
     from .bound import CallsOfOneSignature  # Triton is not installed everywhere
     from .decode_kernels import DecodeConfig, decode_step_call
 
@@ -122,12 +126,11 @@ def _admit(signature: Hashable, memory: Tensor, *inputs: Tensor) -> tuple[Callab
     config = DecodeConfig.from_shapes(
         dispatch.streams, dispatch.writes, dispatch.reads, dispatch.head_dim, memory.element_size()
     )
-    admitted = CallsOfOneSignature(partial(decode_step_call, config)).launch, dispatch
-    with _lock:
-        if len(_admitted) >= MAX_ADMITTED:
-            _admitted.clear()
-        _admitted[signature] = admitted
-    return admitted
+    launch = CallsOfOneSignature(partial(decode_step_call, config)).launch
+    contiguous = all(x.is_contiguous() for x in inputs)
+    known = _Known(launch, contiguous, repeat_count(memory.device), dispatch)
+    _calls.add((memory.shape, inputs[2].shape), (memory, *inputs), known)
+    return known
 
 
 def _decode_step_fake(
@@ -164,4 +167,17 @@ def sdm_decode_step(
         Nothing has been written then.
     Note: mutates `memory` alone; SPEC section 1.
     """
-    return decode_step_op(memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    inputs = (memory, k_idx, k_val, v, beta, g, q_idx, q_val)
+    plain = unobserved() and type(memory) is type(v) is Tensor
+    if not plain or not memory.is_cuda or memory.get_device() != torch.cuda.current_device():
+        return decode_step_op(*inputs)
+    known = _calls.find((memory.shape, v.shape), inputs)
+    if known is None:
+        readings = decode_step_op(*inputs)
+        if not any(x.requires_grad for x in inputs):  # where such a call is refused depends on the grad mode
+            _admit(*inputs)
+        return readings
+    readings = known.run(*inputs)
+    if not memory.is_inference():
+        torch.autograd.graph.increment_version(memory)
+    return readings

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .bound import KernelCall
+from .slot_parts import of_this_part, slot_parts
 from .step_table import from_table, rows_before
 
 
@@ -38,7 +39,10 @@ def _version_links_kernel(
     B: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """All steps of one stream, in order. TABLE: the addresses of the first four stand in p_table, from entry 1 on."""
+    """All steps of a part of one stream's slots, in order.
+
+    TABLE: the addresses of the first four stand in p_table, from entry 1 on.
+    """
     if TABLE:
         p_payload = from_table(p_payload, p_table, 1)
         p_rows = from_table(p_rows, p_table, 2)
@@ -54,7 +58,7 @@ def _version_links_kernel(
         o_g, o_next = i % blocks * B + o_b, (i + 1) % blocks * B + o_b
         p_next = p_group_slot + (tl.minimum(steps - 1, (i + 1) // blocks) * tl.num_programs(0)).to(tl.int64) * E
         following = tl.load(p_next + o_next, mask=o_next < E, other=-1)  # while these are noted
-        used = (slot >= 0) & (slot < num_slots)
+        used = of_this_part(slot) & (slot >= 0) & (slot < num_slots)
         own = first + i // blocks * rows_per_step.to(tl.int64) + o_g
         before = tl.load(p_latest + slot, mask=used, other=-1)
         tl.store(p_previous + own, before, mask=used)
@@ -142,11 +146,11 @@ def version_links_call(versions: Versions, table: Tensor | None, group_slot: Ten
     table: the step's entries, or None. rows_per_step: of the payload, of all streams.
     """
     steps, streams, entries = group_slot.shape
-    block = min(8192, triton.next_power_of_2(entries))
+    block, parts = slot_parts(entries, streams)
     options = dict(E=entries, B=block, TABLE=table is not None, num_warps=max(1, block // 256))
     tensors = (*versions[1:], versions.latest if table is None else table, group_slot)
     sizes = (len(versions.latest), steps, rows_per_step, versions.source.shape[1])
-    return KernelCall(_version_links_kernel, (streams,), (*tensors, *sizes), options)
+    return KernelCall(_version_links_kernel, (streams, parts), (*tensors, *sizes), options)
 
 
 def version_rows_call(

@@ -22,8 +22,13 @@ def current_situation(device: torch.device) -> Situation:
     """
     kind = device.type
     if kind == "cuda":
-        return Situation.CAPTURING if torch.cuda.is_current_stream_capturing() else Situation.EAGER
+        return situation_on_cuda()
     return Situation.TRACING if kind == "meta" else Situation.EAGER
+
+
+def situation_on_cuda() -> Situation:
+    """`current_situation` of the current CUDA device."""
+    return Situation.CAPTURING if torch.cuda.is_current_stream_capturing() else Situation.EAGER
 
 
 def runs_now(tensor: Tensor) -> bool:

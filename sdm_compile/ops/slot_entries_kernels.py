@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .bound import KernelCall
 from .slot_groups_kernels import entry_parts
+from .slot_parts import of_this_part, slot_parts
 from .slot_sort_kernels import PLACES
 from .snapshot_tiles import addressable
 from .step_table import from_table, rows_before
@@ -39,7 +40,8 @@ def _row_numbers_kernel(
     B: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """All steps of one stream, the last one first: which row of the snapshot a group's slot had before the step.
+    """All steps of a part of one stream's slots, the last step first: which row of the snapshot a group's slot had
+    before the step.
 
     That is the row that the step saved of a written slot, or, of versions, the one that it made its own from; and else
     the one that `where` has. Then `where` is told. p_previous: None without versions.
@@ -52,22 +54,29 @@ def _row_numbers_kernel(
         if p_previous is not None:
             p_previous = from_table(p_previous, p_table, 6)
     p = tl.program_id(0).to(tl.int64)
-    first = rows_before(p_payload, p_rows, DP)
-    for back in range(0, steps):
-        step = steps - 1 - back
-        rows = (first + step.to(tl.int64) * rows_per_step + p * E).to(tl.int32)
+    first = rows_before(p_payload, p_rows, DP) + p * E
+    blocks: tl.constexpr = (F + B - 1) // B
+    o_b = tl.arange(0, B)
+    last = (steps - 1) * tl.num_programs(0) * F + p * F
+    slot = tl.load(p_slot + last + o_b, mask=o_b < F, other=-1)
+    ordinal = tl.load(p_ordinal + last + o_b, mask=o_b < F, other=-1)
+    for i in range(0, steps * blocks):
+        step = steps - 1 - i // blocks
+        o_g, o_next = i % blocks * B + o_b, (i + 1) % blocks * B + o_b
         chunk = (step * tl.num_programs(0) + p) * F
-        for start in range(0, F, B):
-            o_g = start + tl.arange(0, B)
-            slot = tl.load(p_slot + chunk + o_g, mask=o_g < F, other=-1)
-            ordinal = tl.load(p_ordinal + chunk + o_g, mask=o_g < F, other=-1)
-            used = (slot >= 0) & (slot < num_slots)
-            number = tl.load(p_where + slot, mask=used & (ordinal < 0), other=-1)
-            own = rows + ordinal
-            if p_previous is not None:
-                own = tl.load(p_previous + own, mask=used & (ordinal >= 0), other=-1)
-            tl.store(p_number + chunk + o_g, tl.where(ordinal < 0, number, own), mask=o_g < F)
-            tl.store(p_where + slot, own, mask=used & (ordinal >= 0))
+        # The next ones come while these are numbered.
+        following = (tl.maximum(0, steps - 1 - (i + 1) // blocks) * tl.num_programs(0) + p) * F
+        next_slot = tl.load(p_slot + following + o_next, mask=o_next < F, other=-1)
+        next_ordinal = tl.load(p_ordinal + following + o_next, mask=o_next < F, other=-1)
+        mine = of_this_part(slot)
+        used = mine & (slot >= 0) & (slot < num_slots)
+        number = tl.load(p_where + slot, mask=used & (ordinal < 0), other=-1)
+        own = (first + step.to(tl.int64) * rows_per_step).to(tl.int32) + ordinal
+        if p_previous is not None:
+            own = tl.load(p_previous + own, mask=used & (ordinal >= 0), other=-1)
+        tl.store(p_number + chunk + o_g, tl.where(ordinal < 0, number, own), mask=mine & (o_g < F))
+        tl.store(p_where + slot, own, mask=used & (ordinal >= 0))
+        slot, ordinal = next_slot, next_ordinal
         tl.debug_barrier()  # other threads read what was stored, in the next step
 
 
@@ -155,13 +164,11 @@ def row_numbers_call(
     """
     steps, streams, entries = slot.shape
     payload, rows = addressable(payload), addressable(rows)
-    # One step after the other, of few streams: measured on an H200, us for 16 steps of 8192 groups, with 2 streams, in
-    # blocks of 1024, 4096 and 8192: 170, 133 and 127.
-    block = min(8192, triton.next_power_of_2(entries))
+    block, parts = slot_parts(entries, streams)
     options = dict(E=rows_per_stream, F=entries, B=block, TABLE=table is not None, num_warps=max(1, block // 256))
     tensors = (where, payload, rows, previous, where if table is None else table, slot, ordinal, numbers)
     args = (*tensors, where.shape[0], steps, rows_per_step, payload.shape[1])
-    return KernelCall(_row_numbers_kernel, (streams,), args, options)
+    return KernelCall(_row_numbers_kernel, (streams, parts), args, options)
 
 
 def entry_weights_call(

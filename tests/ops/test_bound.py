@@ -54,7 +54,7 @@ class Bound:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Bound.launched = []
     monkeypatch.setattr(bound, "BoundKernel", Bound)
-    monkeypatch.setattr(bound.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(bound, "INTERPRETED", SimpleNamespace(value=False))
 
 
 def aligned(*shape: int, offset: int = 0) -> Tensor:
