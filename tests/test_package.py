@@ -52,8 +52,9 @@ RANK = {name: rank for rank, names in enumerate(GROUPS) for name in names}
 
 # Within ops: the pieces that stages share, and the modules that put stages together. Every other module is a stage.
 SHARED = {
-    *("bitonic", "bound", "checks", "dispatch", "launch", "layout", "registry", "repeats", "rows", "situation"),
-    *("snapshot", "snapshot_tiles", "copy_kernels", "step_bwd_kernels", "step_table", "recorded", "working_memory"),
+    *("bitonic", "bound", "checks", "dispatch", "known_calls", "launch", "layout", "registry", "repeats", "rows"),
+    *("situation", "slot_parts", "snapshot", "snapshot_tiles", "copy_kernels", "step_bwd_kernels", "step_table"),
+    *("recorded", "working_memory"),
     *(f"slot_{part}_kernels" for part in ("entries", "groups", "sort")),
 }
 COMPOSERS = {

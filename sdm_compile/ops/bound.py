@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .checks import UnsupportedConfigurationError
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # for kernels, which have no assembly then
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels have no assembly then
 ALIGNMENT = 16  # bytes; what Triton compiles a kernel's addresses for, or not
 MAX_GRID = 65535  # CUDA's limit in every dimension of a grid but the first
 

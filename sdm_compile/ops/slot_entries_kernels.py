@@ -40,8 +40,7 @@ def _row_numbers_kernel(
     B: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """All steps of a part of one stream's slots, the last step first: which row of the snapshot a group's slot had
-    before the step.
+    """All steps of a part of one stream's slots, the last step first: a slot's row of the snapshot before each.
 
     That is the row that the step saved of a written slot, or, of versions, the one that it made its own from; and else
     the one that `where` has. Then `where` is told. p_previous: None without versions.
@@ -57,7 +56,7 @@ def _row_numbers_kernel(
     first = rows_before(p_payload, p_rows, DP) + p * E
     blocks: tl.constexpr = (F + B - 1) // B
     o_b = tl.arange(0, B)
-    last = (steps - 1) * tl.num_programs(0) * F + p * F
+    last = ((steps - 1) * tl.num_programs(0) + p) * F
     slot = tl.load(p_slot + last + o_b, mask=o_b < F, other=-1)
     ordinal = tl.load(p_ordinal + last + o_b, mask=o_b < F, other=-1)
     for i in range(0, steps * blocks):
@@ -65,9 +64,9 @@ def _row_numbers_kernel(
         o_g, o_next = i % blocks * B + o_b, (i + 1) % blocks * B + o_b
         chunk = (step * tl.num_programs(0) + p) * F
         # The next ones come while these are numbered.
-        following = (tl.maximum(0, steps - 1 - (i + 1) // blocks) * tl.num_programs(0) + p) * F
-        next_slot = tl.load(p_slot + following + o_next, mask=o_next < F, other=-1)
-        next_ordinal = tl.load(p_ordinal + following + o_next, mask=o_next < F, other=-1)
+        next_chunk = (tl.maximum(0, steps - 1 - (i + 1) // blocks) * tl.num_programs(0) + p) * F
+        next_slot = tl.load(p_slot + next_chunk + o_next, mask=o_next < F, other=-1)
+        next_ordinal = tl.load(p_ordinal + next_chunk + o_next, mask=o_next < F, other=-1)
         mine = of_this_part(slot)
         used = mine & (slot >= 0) & (slot < num_slots)
         number = tl.load(p_where + slot, mask=used & (ordinal < 0), other=-1)

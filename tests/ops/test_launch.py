@@ -85,6 +85,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream())
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(launch, "_captured_graph", capture)
     monkeypatch.setattr(write_read_cuda, "launches_are_watched", lambda: False)
     monkeypatch.setattr(write_read_cuda, "slab_steps", lambda steps, fits: 2)

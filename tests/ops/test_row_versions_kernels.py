@@ -20,7 +20,7 @@ from tests.harness import assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
-from sdm_compile.ops import write_read_cuda
+from sdm_compile.ops import slot_parts, write_read_cuda
 from sdm_compile.ops.row_versions_kernels import (
     Versions,
     latest_rows_call,
@@ -93,8 +93,12 @@ class Call:
 
 
 @in_the_interpreter
+@pytest.mark.parametrize("groups", [slot_parts.MOST_GROUPS, 4])
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 1, 2, 3, 4, 5), (0, 2, 4, 5)], ids=str)
-def test_every_entry_finds_its_row_as_of_its_step(cuts: tuple[int, ...]) -> None:
+def test_every_entry_finds_its_row_as_of_its_step(
+    cuts: tuple[int, ...], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_parts, "MOST_GROUPS", groups)  # of a step's six
     call = Call(seed=len(cuts))
     found, previous, latest = call.expected()
     assert len(set(call.group_slot[call.group_slot >= 0].tolist())) < (call.group_slot >= 0).sum()  # slots come again

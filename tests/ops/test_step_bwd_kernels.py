@@ -22,6 +22,7 @@ from tests.harness import assert_close, assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter
 
 triton = pytest.importorskip("triton")
+from sdm_compile.ops import slot_parts  # noqa: E402
 from sdm_compile.ops.slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call  # noqa: E402
 from sdm_compile.ops.step_bwd_kernels import (  # noqa: E402
     Banks,
@@ -243,10 +244,14 @@ def test_a_step_of_some_of_the_streams(table: bool, mode: str, device: str) -> N
 @pytest.mark.parametrize("sizes", [RAGGED, SIZES[1], SIZES[-1]], ids=lambda sizes: sizes.name)
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("versions", [False, True], ids=["compact", "versions"])
-def test_the_rows_of_many_steps(versions: bool, first: int, sizes: Sizes, device: str) -> None:
+@pytest.mark.parametrize("groups", [slot_parts.MOST_GROUPS, 8])
+def test_the_rows_of_many_steps(
+    groups: int, versions: bool, first: int, sizes: Sizes, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that one step after the other finds, the last one first; `first`: the steps that are not among them.
 
-    versions: a written slot's row is the one that its version was made from."""
+    versions: a written slot's row is the one that its version was made from. groups: that a program takes at a time."""
+    monkeypatch.setattr(slot_parts, "MOST_GROUPS", groups)
     steps = [random_step(sizes, F32, F32, seed=seed) for seed in range(3)]
     per_step, E = steps[0].per_step(), steps[0].k_idx[0].numel()
     before = torch.where(torch.arange(len(steps[0].where)) % 2 == 0, -1, 5 * per_step).int()
