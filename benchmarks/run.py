@@ -1,9 +1,10 @@
 """Checks values, then times every case and writes the tables: `python -m benchmarks.run` on a machine with a GPU.
 
-Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five. A case whose values are
-wrong gets no time: they are compared with float64 on some of its tokens and slots (top-k: with the CPU, on all), and
-the write/read's bank, readings and gradients bit by bit between the eager call and the replay. The tables replace those
-of the same subjects in benchmarks/RESULTS.md, and `python -m benchmarks.plot` draws the inference ones.
+Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five, of 25 for eager decode
+steps, whose time is the host's. A case whose values are wrong gets no time: they are compared with float64 on some of
+its tokens and slots (top-k: with the CPU, on all), and the write/read's bank, readings and gradients bit by bit between
+the eager call and the replay. The tables replace those of the same subjects in benchmarks/RESULTS.md, and
+`python -m benchmarks.plot` draws the inference ones.
 """
 
 from __future__ import annotations
@@ -158,7 +159,6 @@ def decode_row(case: DecodeCase) -> dict[str, object]:
 
     graph = replay_ms(same) / 160 * 1e3
     rotated = replay_ms(rotating) / 160 * 1e3
-    # The host's time, which varies more than the device's.
     eager = milliseconds(lambda: sdm_decode_step(memory, *inputs), calls=300, repeats=25) * 1e3
     moved = case.batch * case.heads * 3 * case.width * case.head_dim * 2
     return row | {

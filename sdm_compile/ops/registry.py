@@ -196,7 +196,7 @@ def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any])
 def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., Any] | None]) -> Callable[..., Any]:
     """Passes the dispatcher by in an eager call like one that went through it, unless something observes.
 
-    Measured on an H200, an eager decode step: 19.9 us against 41.8 by the other entry, on the same host.
+    Measured on an H200, an eager decode step: 20.5 us against 27.8 by the other entry, on the same host.
     """
     calls = KnownCalls()
     is_excluded, autograd = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
