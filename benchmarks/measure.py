@@ -17,6 +17,9 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}  # norm-relative, agains
 Result = TypeVar("Result")
 
 
+HOST_REPEATS = 25  # of eager calls that wait for the host, whose time varies more than the device's
+
+
 def milliseconds(call: Callable[[], object], calls: int = 1, repeats: int = 5) -> float:
     """Median over `repeats` of the mean device time of `calls` back-to-back calls."""
     times = []

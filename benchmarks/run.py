@@ -1,9 +1,9 @@
 """Checks values, then times every case and writes the tables: `python -m benchmarks.run` on a machine with a GPU.
 
 Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five, of 25 for eager decode
-steps, whose time is the host's. A case whose values are wrong gets no time: they are compared with float64 on some of
-its tokens and slots (top-k: with the CPU, on all), and the write/read's bank, readings and gradients bit by bit between
-the eager call and the replay. The tables replace those of the same subjects in benchmarks/RESULTS.md, and
+and train steps, which wait for the host. A case whose values are wrong gets no time: they are compared with float64 on
+some of its tokens and slots (top-k: with the CPU, on all), and the write/read's bank, readings and gradients bit by bit
+between the eager call and the replay. The tables replace those of the same subjects in benchmarks/RESULTS.md, and
 `python -m benchmarks.plot` draws the inference ones.
 """
 
@@ -44,6 +44,7 @@ from .cases import (
 )
 from .generate import generate_rows
 from .measure import (
+    HOST_REPEATS,
     TOLERANCE,
     captured,
     exact,
@@ -159,7 +160,7 @@ def decode_row(case: DecodeCase) -> dict[str, object]:
 
     graph = replay_ms(same) / 160 * 1e3
     rotated = replay_ms(rotating) / 160 * 1e3
-    eager = milliseconds(lambda: sdm_decode_step(memory, *inputs), calls=300, repeats=25) * 1e3
+    eager = milliseconds(lambda: sdm_decode_step(memory, *inputs), calls=300, repeats=HOST_REPEATS) * 1e3
     moved = case.batch * case.heads * 3 * case.width * case.head_dim * 2
     return row | {
         "graph us": f"{graph:.2f}",
@@ -225,11 +226,11 @@ SHAPES = table(
 )
 HEAD = f"""# Results
 
-Medians of 5, of 25 for eager decode steps, but for cold starts. "x published" divides by the published CUDA package's
-figure on the same kind of card. The floor is the fewest bytes that device memory must move, over
-{BANDWIDTH / 1e12:.2f} TB/s. Errors are norm-relative, against float64 on the rounded inputs. Training is a forward and
-its backward, from the readings to every float input; its peak is all that is allocated, inputs included. The cases, in
-bfloat16 but for the one named fp32:
+Medians of 5, of {HOST_REPEATS} for eager decode and train steps, but for cold starts. "x published" divides by the
+published CUDA package's figure on the same kind of card. The floor is the fewest bytes that device memory must move,
+over {BANDWIDTH / 1e12:.2f} TB/s. Errors are norm-relative, against float64 on the rounded inputs. Training is a forward
+and its backward, from the readings to every float input; its peak is all that is allocated, inputs included. The cases,
+in bfloat16 but for the one named fp32:
 
 {SHAPES}
 """

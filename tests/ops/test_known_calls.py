@@ -340,6 +340,16 @@ def test_a_bank_made_in_inference_mode_is_refused_outside_of_it() -> None:
     assert entry.calls(3) == (3, 0)
 
 
+@pytest.mark.parametrize(("current", "expected"), [(1, (0, 2)), (0, (2, 0))], ids=["current", "another"])
+def test_a_bank_of_another_device(current: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry makes its device the current one."""
+    entry = Entry()
+    entry.calls()
+    monkeypatch.setattr(Tensor, "get_device", lambda x: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert entry.calls(2) == expected
+
+
 def test_threads_share_what_is_known() -> None:
     entry = Entry()
     entry.calls()
