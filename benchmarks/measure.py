@@ -13,11 +13,9 @@ from torch import Tensor
 
 from sdm_compile.ops.launch import free_captured_loops
 
+HOST_REPEATS = 25  # of eager calls that wait for the host, whose time varies more than the device's
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}  # norm-relative, against float64 on the rounded inputs
 Result = TypeVar("Result")
-
-
-HOST_REPEATS = 25  # of eager calls that wait for the host, whose time varies more than the device's
 
 
 def milliseconds(call: Callable[[], object], calls: int = 1, repeats: int = 5) -> float:

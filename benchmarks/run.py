@@ -1,10 +1,10 @@
 """Checks values, then times every case and writes the tables: `python -m benchmarks.run` on a machine with a GPU.
 
-Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five, of 25 for eager decode
-and train steps, which wait for the host. A case whose values are wrong gets no time: they are compared with float64 on
-some of its tokens and slots (top-k: with the CPU, on all), and the write/read's bank, readings and gradients bit by bit
-between the eager call and the replay. The tables replace those of the same subjects in benchmarks/RESULTS.md, and
-`python -m benchmarks.plot` draws the inference ones.
+Each case is timed as a CUDA graph replay and eagerly (back-to-back calls), medians of five, of 25 where eager calls
+wait for the host: decode steps, and the cases of training. A case whose values are wrong gets no time: they are
+compared with float64 on some of its tokens and slots (top-k: with the CPU, on all), and the write/read's bank, readings
+and gradients bit by bit between the eager call and the replay. The tables replace those of the same subjects in
+benchmarks/RESULTS.md, and `python -m benchmarks.plot` draws the inference ones.
 """
 
 from __future__ import annotations
@@ -224,13 +224,14 @@ SHAPES = table(
         for case in WRITE_READ
     ]
 )
+TRAINING = "Training: a forward and its backward"
 HEAD = f"""# Results
 
-Medians of 5, of {HOST_REPEATS} for eager decode and train steps, but for cold starts. "x published" divides by the
-published CUDA package's figure on the same kind of card. The floor is the fewest bytes that device memory must move,
-over {BANDWIDTH / 1e12:.2f} TB/s. Errors are norm-relative, against float64 on the rounded inputs. Training is a forward
-and its backward, from the readings to every float input; its peak is all that is allocated, inputs included. The cases,
-in bfloat16 but for the one named fp32:
+Medians of 5, of {HOST_REPEATS} for eager decode steps and for the eager steps of "{TRAINING}",
+but for cold starts. "x published" divides by the published CUDA package's figure on the same kind of card. The floor is
+the fewest bytes that device memory must move, over {BANDWIDTH / 1e12:.2f} TB/s. Errors are norm-relative, against
+float64 on the rounded inputs. Training is a forward and its backward, from the readings to every float input; its peak
+is all that is allocated, inputs included. The cases, in bfloat16 but for the one named fp32:
 
 {SHAPES}
 """
@@ -239,7 +240,7 @@ in bfloat16 but for the one named fp32:
 def main() -> int:
     subjects: dict[str, tuple[str, Iterator[dict[str, object]]]] = {
         "forward": ("No-grad write/read, in place", map(write_read_row, WRITE_READ)),
-        "train": ("Training: a forward and its backward", map(train_row, TRAIN)),
+        "train": (TRAINING, map(train_row, TRAIN)),
         "modes": (
             "Training with each snapshot_quant: flagship-32k",
             mode_rows(WRITE_READ[0], ("none", "fp8", "int4", "recompute")),

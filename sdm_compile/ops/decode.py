@@ -95,14 +95,13 @@ class _Admitted(NamedTuple):
     """What every CUDA call of these shapes, dtypes and devices does, once they have passed the check."""
 
     launch: Callable[..., None]
-    repeats: Tensor  # the count to add to
     dispatch: Dispatch
 
     def run(self, *inputs: Tensor) -> Tensor:
         """inputs: all contiguous."""
         memory, _, _, v, *_ = inputs
         readings = _empty_decode_step_output(memory, v)
-        self.launch(*inputs, readings, self.repeats)
+        self.launch(*inputs, readings, repeat_count(memory.device))
         dispatch, situation = self.dispatch, situation_on_cuda()
         record("decode", dispatch if dispatch.situation is situation else replace(dispatch, situation=situation))
         return readings
@@ -140,11 +139,10 @@ def _admit(
         dispatch.streams, dispatch.writes, dispatch.reads, dispatch.head_dim, memory.element_size()
     )
     launch = CallsOfOneSignature(partial(decode_step_call, config)).launch
-    admitted = _Admitted(launch, repeat_count(memory.device), dispatch)
     with _lock:
         if len(_admitted) >= MAX_ADMITTED:
             _admitted.clear()
-        return _admitted.setdefault(signature, admitted)
+        return _admitted.setdefault(signature, _Admitted(launch, dispatch))
 
 
 def _decode_step_cuda(

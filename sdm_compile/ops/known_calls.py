@@ -36,10 +36,10 @@ class KnownCalls:
 
     def find(self, tensors: Sequence[Tensor]) -> Work | None:
         """What does the work of calls like this one."""
-        first, second, *_ = tensors
-        if type(first) is not Tensor or type(second) is not Tensor:  # which may say what their shape is
-            return None
-        for guards, work in self._known.get((first.shape, second.shape), ()):
+        for x in tensors:
+            if type(x) is not Tensor or x.is_nested:  # what has no shape, or another one each time it is asked
+                return None
+        for guards, work in self._known.get((tensors[0].shape, tensors[1].shape), ()):
             if guards.check(*tensors):
                 return work
         return None
@@ -55,7 +55,7 @@ class KnownCalls:
 
 
 def can_be_known(args: Sequence[Any]) -> bool:
-    """Whether a call can be recognised by its arguments, and may be: each is another plain tensor that requires no
+    """Whether a call can be recognised by its arguments, and may be: they are distinct plain tensors that require no
     gradient, as what becomes of those depends on the grad mode, and that the dispatcher would not replace first."""
     return (
         TensorGuards is not None
@@ -75,7 +75,8 @@ def _strided_keys(device: torch.device) -> int:
 def unobserved() -> bool:
     """Whether no tracer, mode, transform, profiler or forward AD wants to see this thread's calls of ops.
 
-    What PyTorch has no question for is not found: an observer of execution traces without a profiler.
+    Not noticed, as PyTorch offers no way to ask: an `ExecutionTraceObserver` without a profiler, and a kernel of the op
+    that is replaced after a call became known.
     """
     return not (
         torch.compiler.is_compiling()
@@ -84,5 +85,6 @@ def unobserved() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
+        or torch.autograd.profiler._is_profiler_enabled  # in whatever thread
         or forward_ad._current_level >= 0
     )

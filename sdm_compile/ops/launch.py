@@ -382,7 +382,7 @@ def _run_groups(groups: Iterable[Sequence[_Runner]], streams: _Streams, fill: Fi
 
 
 def _run_overlapped(runners: Sequence[_Runner], streams: _Streams, fill: Fill | None) -> None:
-    """The steps of all loops in order; beside them what is not needed yet."""
+    """The steps of all loops in order; beside them what is not needed yet. Their device is the current one."""
     current = torch.cuda.current_stream(streams.steps.device)
     streams.side.wait_stream(current)
     streams.steps.wait_stream(current)

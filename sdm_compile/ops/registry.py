@@ -8,8 +8,8 @@
 * for an op that writes to an argument, a wanted gradient raises before anything is written, and the version counter of
   what was written goes up, so that a stale saved tensor is noticed.
 
-An op that writes to an argument is called by an entry that leaves out ways through the dispatcher where it would end in
-the same kernel.
+What callers get of an op that writes to an argument leaves out ways through the dispatcher where all of them end in the
+same kernel.
 """
 
 from __future__ import annotations
@@ -60,13 +60,16 @@ def register(
         cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments.
         fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
         setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
-        again: of an op of tensors alone that writes to its first one: given a call's, returns what does the work of
-            every call like it on their device, or None. It is called once for each kind of call, see `known_calls`.
+        again: of an op of tensors alone that writes to its first one: given a call's arguments, returns what does the
+            work of calls like it, or None. It is asked after a call that is not known and may be, see `known_calls`;
+            what it returns runs on the current device, and with autocast as it is.
     """
+    arguments = torch._C.parse_schema(schema).arguments
+    mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    if again is not None and (mutated != (0,) or len(arguments) < 2 or any(str(a.type) != "Tensor" for a in arguments)):
+        raise ValueError(f"{schema}: `again` is for ops of two tensors or more that write to the first one")
     name = _library.define(schema)
     overload = getattr(torch.ops, NAMESPACE).__getattr__(name.split("::")[-1]).default
-    arguments = overload._schema.arguments
-    mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     op = RegisteredOp(name.split("::")[-1], overload, backward is not None, mutated)
     OPS[op.name] = op
     _library.impl(op.name, _backend_kernel(op, cpu, "cpu"), "CPU")
@@ -214,7 +217,8 @@ def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., A
             return result
         bank = args[0]
         index, inference = bank.get_device(), bank.is_inference()
-        # Inside another op, which counts what it writes, and where a bank is refused, the keys may be the same as here.
+        # The guards compare dispatch keys, which can be the same inside another op, which counts by itself what it
+        # writes, and for a bank made in inference mode and used outside of it, which is refused: by the entry.
         here = torch.is_inference_mode_enabled() or not (inference or is_excluded(autograd))
         if not here or (index >= 0 and index != torch.cuda.current_device()):
             return entry(*args)

@@ -159,6 +159,7 @@ def row_numbers_call(
         payload: [rows, *] the snapshot's of all steps and streams. rows: its part from the first of these steps and
             streams on. previous: [rows] int32 of versions, see `Saved`, or None. With a `table` these addresses, and
             that of `where`, come from its entries 2, 5, 6 and 4.
+        slot, ordinal: [steps, P, F] int32, of one step at least.
         rows_per_step, rows_per_stream: of the payload, of all streams of a step and of one of them.
     """
     steps, streams, entries = slot.shape

@@ -83,15 +83,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
 
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream())
+    current = [FakeStream()]
+    callers = current[0]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(launch, "_captured_graph", capture)
     monkeypatch.setattr(write_read_cuda, "launches_are_watched", lambda: False)
     monkeypatch.setattr(write_read_cuda, "slab_steps", lambda steps, fits: 2)
     free_captured_loops()
     yield captured
     free_captured_loops()
+    assert current[0] is callers
 
 
 class Rebuilt:
@@ -175,6 +178,39 @@ def assert_right(got: Outputs, case: Case, mode: str, seed: int) -> None:
     bank, saved = (bank, saved) if versions else (got.bank, got.saved)
     CPU.backward(dreadings, expected[0], bank, inputs, saved, case.chunk_size, mode, expected[1:])
     assert_close(got.grads, expected)
+
+
+class Runner:
+    """Notes the stream that each part runs on; one part may raise."""
+
+    def __init__(self, ran: list[tuple[str, object]], raising: str | None) -> None:
+        self.ran, self.raising = ran, raising
+
+    def __getattr__(self, part: str) -> Callable[[], None]:
+        def run() -> None:
+            self.ran.append((part, torch.cuda.current_stream(torch.device("cpu"))))
+            if part == self.raising:
+                raise OSError(part)
+
+        return run
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("raising", [None, "fill", "stage", "couple", "steps", "conclude"])
+def test_parts_run_on_their_streams_and_the_callers_is_current_again(
+    raising: str | None, graphs: list[FakeGraph]
+) -> None:
+    ran: list[tuple[str, object]] = []
+    runner, streams = Runner(ran, raising), launch._Streams(FakeStream(), FakeStream())  # type: ignore[arg-type]
+    callers = torch.cuda.current_stream(torch.device("cpu"))
+    with nullcontext() if raising is None else pytest.raises(OSError, match=raising):
+        launch._run_overlapped([runner, runner], streams, runner.fill)
+    assert torch.cuda.current_stream(torch.device("cpu")) is callers
+    first = [("fill", streams.steps), ("stage", streams.side), ("couple", streams.side), ("steps", streams.steps)]
+    second = [*first[1:3], ("conclude", streams.side), ("read", streams.side), first[3]]
+    parts = [*first, *second, ("conclude", callers), ("read", callers)]
+    names = [part for part, _ in parts]
+    assert ran == (parts if raising is None else parts[: names.index(raising) + 1])
 
 
 @in_the_interpreter

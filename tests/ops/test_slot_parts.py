@@ -12,7 +12,7 @@ STREAMS = (0, 1, 2, 3, 5, 8, 16, 17, 64, 65535)
 
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("groups", [1, 3, 64, MOST_GROUPS])
-def test_every_slot_is_of_one_part(groups: int, streams: int) -> None:
+def test_parts_are_a_power_of_two_and_few(groups: int, streams: int) -> None:
     block, parts = slot_parts(groups, streams)
     assert groups <= block <= MOST_GROUPS and block & (block - 1) == 0
     assert parts in (1, 2, 4, 8)  # so that the last bits of a slot are its part's number

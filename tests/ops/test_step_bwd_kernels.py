@@ -294,7 +294,7 @@ def calls(dtype: torch.dtype, sizes: Sizes) -> Iterator[Any]:
         banks = Banks(*step[:2], step.snapshot, table if mode in ("none", "fp8") else None)
         entries = SlotEntries(*step.groups[1:], numbers, numbers, out, step.group_decay)
         yield slot_rows_call(banks, entries, step.du, step.dy, out, out)
-        of_groups = (step.groups.slot[None], step.groups.ordinal[None], numbers)
+        of_groups = (*(torch.stack([x, x]) for x in (step.groups.slot, step.groups.ordinal)), numbers)
         for previous in (None, numbers):
             yield row_numbers_call(
                 *(step.where, *[step.snapshot.payload] * 2, previous, banks.table, *of_groups),
