@@ -30,7 +30,7 @@ class KnownCalls:
     """What does the work of calls of one op, by their tensors, of which there are two or more."""
 
     def __init__(self) -> None:
-        # By the shapes of the first two tensors, the latest first.
+        # By the shapes of the first two tensors.
         self._known: dict[tuple[torch.Size, torch.Size], tuple[tuple[Any, Work], ...]] = {}
         self._lock = threading.Lock()  # over changes of it
 
@@ -44,6 +44,10 @@ class KnownCalls:
                 return work
         return None
 
+    def has_room(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `add` would keep anything: calls whose strides, say, are never the same have no more than a few."""
+        return len(self._known.get((tensors[0].shape, tensors[1].shape), ())) < MAX_ALIKE
+
     def add(self, tensors: Sequence[Tensor], work: Work) -> None:
         """Keeps what does the work of calls like this one, which `can_be_known`, and none of its tensors."""
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -51,7 +55,7 @@ class KnownCalls:
         with self._lock:
             if key not in self._known and len(self._known) >= MAX_SHAPES:
                 self._known.clear()
-            self._known[key] = ((guards, work), *self._known.get(key, ()))[:MAX_ALIKE]
+            self._known[key] = (*self._known.get(key, ()), (guards, work))[:MAX_ALIKE]
 
 
 def can_be_known(args: Sequence[Any]) -> bool:

@@ -210,7 +210,7 @@ def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., A
         work = calls.find(args)
         if work is None:
             result = entry(*args)
-            if can_be_known(args):
+            if can_be_known(args) and calls.has_room(args):
                 work = again(*args)
                 if work is not None:
                     calls.add(args, work)

@@ -81,13 +81,15 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     alike = [[torch.ones(4), torch.ones(3), torch.ones(n)] for n in range(4)]
     for tensors in alike[:3]:
         calls.add(tensors, known)
-    assert [calls.find(tensors) for tensors in alike] == [None, known, known, None]
+    assert [calls.find(tensors) for tensors in alike] == [known, known, None, None]
+    assert not calls.has_room(alike[3])
     two, three = ([torch.ones(n), torch.ones(3)] for n in (2, 3))
+    assert calls.has_room(two)
     calls.add(two, other)
-    calls.add(two, known)  # is no other shape
-    assert calls.find(alike[2]) is known and calls.find(two) is known
+    calls.add([*two, torch.ones(1)], other)  # of no other shapes
+    assert calls.find(alike[1]) is known and calls.find(two) is other
     calls.add(three, other)
-    assert calls.find(alike[2]) is None and calls.find(three) is other
+    assert calls.find(alike[1]) is None and calls.find(three) is other
 
 
 @pytest.mark.parametrize("made", CAN.values(), ids=CAN)

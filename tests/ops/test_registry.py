@@ -159,6 +159,14 @@ def test_where_nothing_does_the_work_again() -> None:
     assert entry.calls(2) == (2, 0)
 
 
+def test_calls_of_ever_other_strides_soon_become_known_no_more() -> None:
+    entry, (bank, ids) = Entry(), pair()
+    for step in range(1, 100):
+        entry.tensors = [bank, ids, torch.ones(4, step)[:, 0]]
+        entry.calls()
+    assert entry.through == 99 and entry.again < 10
+
+
 def test_inside_another_op_the_entry_decides() -> None:
     """That op counts what it writes."""
     entry = Entry()
