@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sdm_compile import last_dispatch, sdm_decode_step
 from sdm_compile.ops import decode, dispatch
+from sdm_compile.ops.registry import OPS, _in_place_entry, _in_place_kernel, _known_entry
 from sdm_compile.ops.situation import Situation
 from tests.cases import TANGLED, Inputs
 from tests.harness import assert_same_bits
@@ -38,7 +39,10 @@ class Counting(dict[Any, Any]):
 
 @pytest.fixture
 def admitted(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """One token's call has been made before."""
+    """One token's call has been made before, and nothing else is known."""
+    op = OPS["decode_step_"]
+    entry = _known_entry(_in_place_entry(op.overload, _in_place_kernel(op)), decode._decode_step_again)
+    monkeypatch.setattr(decode, "decode_step_op", entry)
     sdm_decode_step(*one_token())
     counting = Counting(decode._admitted)
     monkeypatch.setattr(decode, "_admitted", counting)
