@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
+
+# Looked up once, as every eager call asks them.
+_is_compiling, _is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
+_has_function_mode, _modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
+_has_transforms, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 # Not public: without it no call is known.
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -83,12 +88,12 @@ def unobserved() -> bool:
     that is replaced after a call became known.
     """
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or torch._C._autograd._profiler_enabled()
-        or torch.autograd.profiler._is_profiler_enabled  # in whatever thread
+        _is_compiling()
+        or _has_function_mode()
+        or _modes()
+        or _has_transforms()
+        or _is_tracing()
+        or _is_profiled()
+        or profiler._is_profiler_enabled  # in whatever thread
         or forward_ad._current_level >= 0
     )

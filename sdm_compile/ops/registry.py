@@ -202,6 +202,7 @@ def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., A
     Measured on an H200, an eager decode step: 20.5 us against 27.8 by the other entry, on the same host.
     """
     calls = KnownCalls()
+    increment_version = torch._C._increment_version
     is_excluded, autograd = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
 
     def call(*args: Any) -> Any:
@@ -224,7 +225,7 @@ def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., A
             return entry(*args)
         result = work(*args)
         if not inference:
-            torch.autograd.graph.increment_version(bank)
+            increment_version((bank,))
         return result
 
     return call
