@@ -28,6 +28,7 @@ TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 MAX_SHAPES = 256
 MAX_ALIKE = 8  # calls whose first two tensors have the same shapes
 
+Key = tuple[torch.Size, torch.Size]  # the shapes of a call's first two tensors
 Work = Callable[..., Any]
 
 
@@ -35,8 +36,7 @@ class KnownCalls:
     """What does the work of calls of one op, by their tensors, of which there are two or more."""
 
     def __init__(self) -> None:
-        # By the shapes of the first two tensors.
-        self._known: dict[tuple[torch.Size, torch.Size], tuple[tuple[Any, Work], ...]] = {}
+        self._known: dict[Key, tuple[tuple[Any, Work], ...]] = {}
         self._lock = threading.Lock()  # over changes of it
 
     def find(self, tensors: Sequence[Tensor]) -> Work | None:
@@ -44,23 +44,27 @@ class KnownCalls:
         for x in tensors:
             if type(x) is not Tensor or x.is_nested:  # what has no shape, or another one each time it is asked
                 return None
-        for guards, work in self._known.get((tensors[0].shape, tensors[1].shape), ()):
+        for guards, work in self._known.get(_key(tensors), ()):
             if guards.check(*tensors):
                 return work
         return None
 
     def has_room(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `add` would keep anything: calls whose strides, say, are never the same have no more than a few."""
-        return len(self._known.get((tensors[0].shape, tensors[1].shape), ())) < MAX_ALIKE
+        return len(self._known.get(_key(tensors), ())) < MAX_ALIKE
 
     def add(self, tensors: Sequence[Tensor], work: Work) -> None:
         """Keeps what does the work of calls like this one, which `can_be_known`, and none of its tensors."""
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        key = (tensors[0].shape, tensors[1].shape)
+        key = _key(tensors)
         with self._lock:
             if key not in self._known and len(self._known) >= MAX_SHAPES:
                 self._known.clear()
             self._known[key] = (*self._known.get(key, ()), (guards, work))[:MAX_ALIKE]
+
+
+def _key(tensors: Sequence[Tensor]) -> Key:
+    return tensors[0].shape, tensors[1].shape
 
 
 def can_be_known(args: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Which calls are alike, who observes them, and what an op does in those that are known: as it would in others."""
+"""Which calls are alike, which can be known, and who observes them."""
 
 from __future__ import annotations
 
