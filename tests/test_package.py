@@ -58,7 +58,7 @@ SHARED = {
     *(f"slot_{part}_kernels" for part in ("entries", "groups", "sort")),
 }
 COMPOSERS = {
-    *("__init__", "draft", "draft_kernels", "step_flow_kernels", "step_loop", "write_read"),
+    *("__init__", "draft", "draft_kernels", "step_flow_kernels", "step_flow_programs", "step_loop", "write_read"),
     *(f"write_read_{part}" for part in ("bwd", "bwd_cuda", "cuda", "ops", "recompute")),
 }
 

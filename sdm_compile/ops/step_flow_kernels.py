@@ -27,241 +27,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bound import INTERPRETED, KernelCall
-from .decay_write_kernels import write_delta, write_more
+from .bound import KernelCall
 from .dual_matmul_kernels import matmul_precision
 from .layout import ChunkFields, Staged
 from .row_writes_kernels import RowWrites, empty_row_writes
-from .snapshot_tiles import convert
+from .step_flow_programs import (
+    COUNTERS,
+    GATHERED,
+    MULTIPLIED,
+    WRITTEN,
+    columns_of_unit,
+    count,
+    multiply_tile,
+    wait_for,
+    write_token,
+)
 from .token_gather_kernels import (
     TokenGatherConfig,
     columns_per_program,
-    has_slot,
     load_entries,
-    row_addresses,
     row_sum,
 )
 
-# A unit's counters: how many programs have gathered rows to write; have multiplied, or gathered rows to read; have
-# written, or made readings.
-GATHERED, MULTIPLIED, WRITTEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 REGISTERS = 65536  # of a processor, on every GPU so far
-COUNTERS = tl.constexpr(32)  # int32 that a unit has, so that it shares its cache line with no other
-
 
 # The launch's sizes, for none of which it is compiled anew.
 SIZES = ["num_slots", "steps", "streams", "all_streams", "tokens", "first_token", "multiply_later", "write_later"]
-
-
-@triton.jit
-def _counted(p_counter):
-    """How many programs have counted. What they stored before is seen by what follows."""
-    if INTERPRETED:
-        return tl.atomic_add(p_counter, 0, sem="acquire")
-    # Measured on an H200, ms per saving call of 2 and 8 streams of 1024 columns: 13.4 and 13.0, but 13.8 and 13.2 with
-    # an atomic that adds nothing.
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];",
-        "=r,l",
-        [p_counter.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _wait(p_counter, count):
-    """Returns when so many programs have counted."""
-    while _counted(p_counter) < count:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def _count(p_counter):
-    """Counts this program, for all that it has stored to be seen by those that wait."""
-    tl.debug_barrier()
-    tl.atomic_add(p_counter, 1, sem="release")
-
-
-@triton.jit
-def _multiply(
-    p_matrix,
-    p_u,
-    p_inter,
-    p_out,
-    p_awaited,
-    awaited,
-    p_counter,
-    first_row,
-    first_column,
-    D: tl.constexpr,
-    left,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    READINGS: tl.constexpr,
-):
-    """One tile of `p_matrix` u, of a unit's delta or, plus inter, of its readings. left: rows of p_out that there are.
-    All pointers are those of the chunk."""
-    o_m = first_row + tl.arange(0, BM)
-    o_n = first_column + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
-    p_rows = p_matrix + o_m[:, None] * C
-    m_m, m_n = o_m < C, o_n < D
-    p_columns = p_u + o_n[None, :]
-    x = tl.load(p_rows + o_k[None, :], mask=m_m[:, None] & (o_k < C)[None, :], other=0.0)
-    _wait(p_awaited, awaited)
-    total = tl.zeros([BM, BN], tl.float32)
-    for _k in range(0, tl.minimum(C, first_row + BM), BK):
-        now = x
-        values = tl.load(p_columns + o_k[:, None] * D, mask=(o_k < C)[:, None] & m_n[None, :], other=0.0)
-        o_k += BK
-        x = tl.load(p_rows + o_k[None, :], mask=m_m[:, None] & (o_k < C)[None, :], other=0.0)
-        total = tl.dot(now, values, total, input_precision=PRECISION)
-    at = o_m[:, None] * D + o_n[None, :]
-    if READINGS:
-        inter = tl.load(p_inter + at, mask=m_m[:, None] & m_n[None, :], other=0.0)
-        total = tl.fma(total, 1.0, inter)  # a sum, but none that the compiler would begin the products' sum with
-    tl.store(p_out + at, total.to(p_out.dtype.element_ty), mask=(m_m & (o_m < left))[:, None] & m_n[None, :])
-    _count(p_counter)
-
-
-@triton.jit
-def _columns(start, D: tl.constexpr, B: tl.constexpr, BU: tl.constexpr):
-    """B columns of a unit of BU from `start` on, and which of them there are."""
-    o_d = start + tl.arange(0, B)
-    return o_d, o_d < D if D % BU != 0 else tl.full([B], True, tl.int1)
-
-
-@triton.jit
-def _next_rows(p_slot, p_decay, p_weight, o_n, left):
-    """Slots, decays and weights of rows o_n, of which `left` are left; -1 is no slot."""
-    m_n = o_n < left
-    slot = tl.load(p_slot + o_n, mask=m_n, other=-1)
-    return slot, tl.load(p_decay + o_n, mask=m_n, other=0.0), tl.load(p_weight + o_n, mask=m_n, other=0.0)
-
-
-@triton.jit
-def _load_rows(p_bank, slot, o_d, m_d, num_slots, D: tl.constexpr):
-    """Rows `slot` as they are before the step, zero where there is none; and what of them there is."""
-    held = has_slot(slot[:, None], num_slots) & m_d[None, :]
-    return tl.load(row_addresses(p_bank, slot, o_d, D), mask=held, other=0.0, eviction_policy="evict_first"), held
-
-
-@triton.jit
-def _save_rows(p_snapshot, ordinal, raw, o_d, held, D: tl.constexpr):
-    """Rows as the bank has them into the chunk's rows `ordinal` of the snapshot."""
-    kept = convert(raw, p_snapshot.dtype.element_ty)
-    tl.store(row_addresses(p_snapshot, ordinal, o_d, D), kept, mask=held, eviction_policy="evict_first")
-
-
-@triton.jit
-def _store_rows(p_first, number, row, o_d, held, D: tl.constexpr):
-    """Stores rows `number`, counted from p_first on, not to be kept in the cache.
-
-    Measured on an H200, us per step of 8 streams of 1024 columns: 71.6, and 75.6 with rows marked to go first."""
-    row = row.to(p_first.dtype.element_ty)
-    tl.store(row_addresses(p_first, number, o_d, D), row, mask=held, cache_modifier=".cs")
-
-
-@triton.jit
-def _write(
-    p_bank,
-    p_slot,
-    p_decay,
-    p_weight,
-    p_link,
-    p_shared,
-    p_rows,
-    p_write_w,
-    p_next,
-    p_delta,
-    p_ordinal,
-    p_snapshot,
-    p_counters,
-    multiplied,
-    token,
-    o_d,
-    m_d,
-    num_slots,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BX: tl.constexpr,
-    BY: tl.constexpr,
-    WRITER: tl.constexpr,
-):
-    """Writes a token's rows, BX at a time as long as other tokens write some of them too, and then BY at a time.
-
-    p_slot to p_rows: see RowWrites; p_write_w and p_next: weight and next entry by entry. WRITER: see KeptRows; rows
-    are kept at p_ordinal of p_snapshot. Pointers are the chunk's.
-    """
-    VERSIONS: tl.constexpr = WRITER == "versions"
-    ORDINALS: tl.constexpr = VERSIONS or WRITER == "write"
-    p_slot += token * W
-    p_decay += token * W
-    p_weight += token * W
-    p_link += token * W
-    if ORDINALS:
-        p_ordinal += token * W
-    shared = tl.load(p_shared + token)
-    left = tl.load(p_rows + token)
-    o_x, o_y = tl.arange(0, BX), tl.arange(0, BY)
-    slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_x, left)
-    link = tl.load(p_link + o_x, mask=o_x < shared, other=-1)
-    _wait(p_counters + MULTIPLIED, multiplied)
-    delta = tl.load(p_delta + token * D + o_d, mask=m_d, other=0.0)
-    while shared > 0:
-        raw, held = _load_rows(p_bank, slot, o_d, m_d, num_slots, D)
-        # Nearly all of these slots have two writes: what the second takes is asked for at once.
-        second = link >= 0
-        second_weight = tl.load(p_write_w + link, mask=second, other=0.0)
-        p_second = row_addresses(p_delta, link // W, o_d, D)
-        second_delta = tl.load(p_second, mask=second[:, None] & m_d[None, :], other=0.0)
-        link = tl.load(p_next + link, mask=second, other=-1)
-        if ORDINALS:
-            ordinal = tl.load(p_ordinal + o_x, mask=o_x < left, other=0)
-            p_ordinal += BX
-        if WRITER == "write":
-            _save_rows(p_snapshot, ordinal, raw, o_d, held, D)
-        p_slot += BX
-        p_decay += BX
-        p_weight += BX
-        p_link += BX
-        shared -= BX
-        left -= BX
-        following = _next_rows(p_slot, p_decay, p_weight, o_x, left)
-        following_link = tl.load(p_link + o_x, mask=o_x < shared, other=-1)
-        row = write_delta(convert(raw, tl.float32) * decay[:, None], weight, delta[None, :])
-        row = tl.where(second[:, None], write_delta(row, second_weight, second_delta), row)
-        while tl.max(link, axis=0) >= 0:
-            more = link >= 0
-            weight = tl.load(p_write_w + link, mask=more, other=0.0)
-            row = write_more(row, more, weight, row_addresses(p_delta, link // W, o_d, D), m_d)
-            link = tl.load(p_next + link, mask=more, other=-1)
-        _store_rows(p_snapshot if VERSIONS else p_bank, ordinal if VERSIONS else slot, row, o_d, held, D)
-        slot, decay, weight = following
-        link = following_link
-    slot, decay, weight = _next_rows(p_slot, p_decay, p_weight, o_y, left)
-    while left > 0:
-        raw, held = _load_rows(p_bank, slot, o_d, m_d, num_slots, D)
-        if ORDINALS:
-            ordinal = tl.load(p_ordinal + o_y, mask=o_y < left, other=0)
-            p_ordinal += BY
-        if WRITER == "write":
-            _save_rows(p_snapshot, ordinal, raw, o_d, held, D)
-        p_slot += BY
-        p_decay += BY
-        p_weight += BY
-        left -= BY
-        following = _next_rows(p_slot, p_decay, p_weight, o_y, left)
-        row = write_delta(convert(raw, tl.float32) * decay[:, None], weight, delta[None, :])
-        _store_rows(p_snapshot if VERSIONS else p_bank, ordinal if VERSIONS else slot, row, o_d, held, D)
-        slot, decay, weight = following
-    _count(p_counters + WRITTEN)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -352,7 +143,7 @@ def _step_flow_kernel(
                 p_X += chunk * C * C
                 awaited = p_counters + GATHERED
                 done = p_counters + MULTIPLIED
-                _multiply(
+                multiply_tile(
                     p_X, p_u, p_inter, p_delta, awaited, C * pieces, done, first_row, first_column, D, C,
                     C, BM, BN, BK, PRECISION, False,
                 )  # fmt: skip
@@ -362,14 +153,14 @@ def _step_flow_kernel(
                 p_readings += (stream * tokens + t) * D
                 awaited = p_counters + MULTIPLIED
                 done = p_counters + WRITTEN
-                _multiply(
+                multiply_tile(
                     p_QX, p_u, p_inter, p_readings, awaited, C * pieces + tiles, done, first_row, first_column, D,
                     tokens - t, C, BM, BN, BK, PRECISION, True,
                 )  # fmt: skip
         elif n < 2 * tiles + C:
             first = chunk * (C * W)
-            o_u, m_u = _columns(first_column, D, BU, BU)
-            _write(
+            o_u, m_u = columns_of_unit(first_column, D, BU, BU)
+            write_token(
                 p_bank, p_slot + first, p_decay + first, p_weight + first, p_link + first, p_shared + chunk * C,
                 p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters,
                 C * pieces + tiles, n - 2 * tiles, o_u, m_u, num_slots, D, W, BX, BY, WRITER,
@@ -377,7 +168,7 @@ def _step_flow_kernel(
         else:
             n -= 2 * tiles + C
             token = n % C
-            o_d, m_d = _columns(first_column + n // (2 * C) * BD, D, BD, BU)
+            o_d, m_d = columns_of_unit(first_column + n // (2 * C) * BD, D, BD, BU)
             p_before = p_counters - units.to(tl.int64) * COUNTERS + WRITTEN
             if n % (2 * C) < C:
                 p_idx, p_weight = p_k_idx + token * W, p_k_eff + (chunk * C + token) * W
@@ -385,7 +176,7 @@ def _step_flow_kernel(
                 v = tl.load(p_v + (chunk * C + token) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
                 beta = tl.load(p_beta + chunk * C + token)
                 if step > 0:
-                    _wait(p_before, C + tiles)
+                    wait_for(p_before, C + tiles)
                 p_saved = None
                 if WRITER == "gather":
                     p_saved = p_ordinal + token * W
@@ -396,15 +187,15 @@ def _step_flow_kernel(
                     at = ((step * all_streams + stream) * C + token) * D
                     tl.store(p_kept + at + o_d, retrieved, mask=m_d)
                 tl.store(p_u + token * D + o_d, beta * (v - retrieved), mask=m_d)
-                _count(p_counters + GATHERED)
+                count(p_counters + GATHERED)
             else:
                 p_idx, p_weight = p_q_idx + (chunk * C + token) * R, p_q_w + (chunk * C + token) * R
                 of_reads = load_entries(p_idx, p_weight, tl.arange(0, BR), R)
                 if step > 0:
-                    _wait(p_before, C + tiles)
+                    wait_for(p_before, C + tiles)
                 inter = row_sum(p_bank, p_idx, p_weight, of_reads, o_d, m_d, num_slots, D, R, BR, BD, "evict_first")
                 tl.store(p_inter + token * D + o_d, inter, mask=m_d)
-                _count(p_counters + MULTIPLIED)
+                count(p_counters + MULTIPLIED)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted, without_the_i
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
-from sdm_compile.ops import step_flow_kernels, write_read_cuda
+from sdm_compile.ops import step_flow_kernels, step_flow_programs, write_read_cuda
 from sdm_compile.ops.bound import KernelCall
 from sdm_compile.ops.launch import own_memory
 from sdm_compile.ops.step_flow_kernels import StepFlowConfig
@@ -99,7 +99,7 @@ def test_programs_may_run_in_any_order_that_their_waits_allow(
     monkeypatch.setattr(step_flow_kernels, "unit_columns", lambda *args: columns)
     monkeypatch.setattr(write_read_cuda, "_slab_form", write_read_cuda._slab_form.__wrapped__)  # nor what was made
     monkeypatch.setattr(write_read_cuda, "_slab_bytes", write_read_cuda._slab_bytes.__wrapped__)
-    random, counted, launch = Random(seed), step_flow_kernels._counted, KernelCall.launch
+    random, counted, launch = Random(seed), step_flow_programs.counted, KernelCall.launch
     builder = type(interpreter.interpreter_builder)
     chosen: list[int] = []
     waited: list[int] = []
@@ -127,7 +127,8 @@ def test_programs_may_run_in_any_order_that_their_waits_allow(
         if counted(p_counter) < count:
             raise WouldWait
 
-    monkeypatch.setattr(step_flow_kernels, "_wait", wait)
+    for module in (step_flow_kernels, step_flow_programs):
+        monkeypatch.setattr(module, "wait_for", wait)
     monkeypatch.setattr(KernelCall, "launch", run)
     monkeypatch.setattr(builder, "set_grid_idx", place)
     assert_same_bits(outputs(case, torch.float32, 2, writer), expected)
