@@ -76,8 +76,8 @@ class LMConfig:
 class LMState:
     """Decode state of a LanguageModel, a pytree.
 
-    Calls on one pool come one after the other, also where their entries have nothing in common: a call writes every
-    row of the tails, those that it leaves as they are too.
+    Never run calls on one pool at the same time, not even for different entries: each call rewrites all rows of the
+    tails, with what they were where it does not advance them.
 
     Args:
         memories: one SDMState per block, without entries of its own.

@@ -64,13 +64,13 @@ def restored(tensors: Sequence[Tensor], device: torch.device) -> Iterator[None]:
                     x.copy_(was)
 
 
-def warm_up(call: Callable[[], object], device: torch.device, times: int = WARM_UPS) -> None:
+def warm_up(call: Callable[[], object], device: torch.device) -> None:
     """Runs a callable so often on the stream that captures; without a CUDA device once, to see that it can run."""
     if device.type != "cuda":
         call()
         return
     with _capture_stream(device):
-        for _ in range(times):
+        for _ in range(WARM_UPS):
             call()
 
 
@@ -80,8 +80,8 @@ def capture(call: Callable[[], T], device: torch.device, pool: Pool) -> Captured
     Memory that earlier graphs have given up is returned to the device first, so that captures and drops do not add up.
 
     Args:
-        pool: which memory the graph uses; graphs that share one must not be replayed at the same time, and what one
-            returned holds until the other's replay.
+        pool: which memory the graph uses. Graphs that share one must not replay at the same time, and what a graph
+            returned is valid until another one of the pool replays.
     Raises:
         CaptureError: the callable raised, or did what cannot be captured, or no capture can begin. It has ended then,
             and the device, its streams and its random numbers can be used as before, as can graphs in the pool; but
@@ -138,10 +138,12 @@ class _Recording:
         try:
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except RuntimeError as error:
+            refused = CaptureError(f"a capture into a CUDA graph cannot begin: {_reason(error)}")
             try:
                 self._abandon(began=False)
-            finally:
-                raise CaptureError(f"a capture into a CUDA graph cannot begin: {_reason(error)}") from error
+            except RuntimeError as failed:
+                refused.add_note(f"cleaning up failed too: {_reason(failed)}")
+            raise refused from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -35,15 +35,15 @@ class DecodeGraph:
     What a graph relies on is looked at before every replay. It is captured again, which takes as long as construction,
     where a tensor of the state or of `mutates` has moved, a parameter, buffer or submodule was replaced, moved or
     added, a module's `training` changed, or the settings did: autocast, the precision of matmuls, deterministic
-    kernels. So it is where another module, tensor or function stands in a place where `fn` finds one by a name in its
-    code: its closure and globals, attributes of objects there or of the one that it is a method of, the lists and dicts
-    among them, `functools.partial`, and the same of methods and functions that it names (global functions that those
-    name only in the same file). Not found is what it reaches by `getattr`, as an attribute of an imported module, or
-    as a plain object that a module holds. Other Python values that `fn` reads are those of the capture.
+    kernels. It is captured again, too, where a module, tensor or function that `fn` refers to by name was replaced: in
+    its closure or globals, in attributes of objects there or of the one that it is a method of, in lists and dicts
+    among them, in a `functools.partial`, and likewise for the methods and functions that it names (global functions
+    that those name only in the same file). Not noticed is what it reaches by `getattr`, as an attribute of an imported
+    module, or as a plain object that a module holds. Other Python values that `fn` reads are those of the capture.
 
-    A capture clears the workspaces that cuBLAS keeps, of all streams of the process. A CUDA graph of your own uses one
-    that is no longer its own from then on, if that was there before its capture: capture it on a stream on which no
-    matrices were multiplied before.
+    A capture clears cuBLAS's workspaces on every stream of the process. A CUDA graph of your own that was captured
+    earlier, on a stream that had a workspace already, goes on to use its freed memory: capture such graphs on a stream
+    on which no matmul has run.
 
     Args:
         fn: `fn(*inputs, state)` does one step, advances the state by writing into its tensors, and returns a pytree. A

@@ -60,18 +60,18 @@ class TrainGraph:
     or strings (`training` is one), tensors in their attributes and in lists, tuples and dicts there, settings of the
     optimizer, its state after `load_state_dict`, and PyTorch's settings of precision and determinism. Values in tensors
     are read by the replay, so loading weights needs no new capture. After a change of anything else (an attribute that
-    is an object, what `loss_fn` closes over) call `reset()`. An attribute in which a step leaves a new tensor holds
-    that of the latest capture, to which the replays of that shape write; but a tensor that one step hands to the next
-    has to be changed in place.
+    is an object, what `loss_fn` closes over) call `reset()`. If a step assigns a new tensor to an attribute, the
+    attribute keeps the tensor of the latest capture, into which the replays of that shape write. A tensor that one
+    step hands to the next has to be updated in place.
 
     Learning rates are free to change, by a scheduler or by hand: on a GPU each group's `lr` becomes a float32 tensor
     there, and a number that is put in its place is copied into it, rounded, before the step.
 
     A graph keeps the memory of its step until it is dropped. Steps are taken from one thread at a time. A capture frees
     the step loops that eager calls of the ops have captured, whoever made them, and waits for those that still run; and
-    it clears the workspaces that cuBLAS keeps, of all streams of the process. A CUDA graph of your own uses one that is
-    no longer its own from then on, if that was there before its capture: capture it on a stream on which no matrices
-    were multiplied before.
+    it clears cuBLAS's workspaces on every stream of the process. A CUDA graph of your own that was captured earlier, on
+    a stream that had a workspace already, goes on to use its freed memory: capture such graphs on a stream on which no
+    matmul has run.
 
     Args:
         model: its parameters, and those of the optimizer, are all on one device.

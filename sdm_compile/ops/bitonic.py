@@ -16,7 +16,7 @@ def log2(n):
 
 
 @triton.jit
-def _upper(DIM: tl.constexpr, RANK: tl.constexpr):
+def upper(DIM: tl.constexpr, RANK: tl.constexpr):
     """Which elements are in the upper half of a cube's dimension: 0 is the innermost of RANK."""
     return tl.reshape(tl.arange(0, 2), [1] * (RANK - DIM - 1) + [2] + [1] * DIM) == 1
 
@@ -68,9 +68,9 @@ def _merge(cube, negative, STAGE: tl.constexpr, RANK: tl.constexpr, FLIP: tl.con
     multiplication, which a warp does beside its comparisons, and free within a thread. negative: where they have.
     """
     for i in tl.static_range(STAGE):
-        larger = _upper(STAGE - 1 - i, RANK) ^ DESCENDING
+        larger = upper(STAGE - 1 - i, RANK) ^ DESCENDING
         if FLIP:
-            larger ^= _upper(STAGE, RANK)
+            larger ^= upper(STAGE, RANK)
         if cube.dtype == tl.float32:
             cube = _negate(cube, larger ^ negative)
             # A partner has the other sign. This is the negative minimum, without a change of what a warp exchanges.

@@ -26,7 +26,7 @@ MAX_GRID = 65535  # CUDA's limit in every dimension of a grid but the first
 
 
 class KernelCall(NamedTuple):
-    """One launch: the kernel's parameters by position, its constants and launch options by name."""
+    """One launch, as every kernel is launched: parameters by position, constants and launch options by name."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -49,7 +49,7 @@ class KernelCall(NamedTuple):
         if max(self.grid[1:], default=0) > MAX_GRID:
             raise UnsupportedConfigurationError(
                 f"one launch would need a grid of {self.grid}, of which all but the first are at most {MAX_GRID}: "
-                "use fewer streams, or a smaller chunk"
+                "use fewer streams or tokens per call, or another chunk_size"
             )
 
     def addresses(self) -> list[int]:

@@ -260,8 +260,8 @@ class DecodeConfig:
     warps: int
 
     @staticmethod
-    def from_shapes(streams: int, writes: int, reads: int, head_dim: int, element: int) -> DecodeConfig:
-        """`element`: bytes per element of the bank."""
+    def from_shapes(streams: int, writes: int, reads: int, head_dim: int, itemsize: int) -> DecodeConfig:
+        """itemsize: bytes per element of the bank."""
         rows_w, rows_r = (
             min(triton.next_power_of_2(n), max(8, triton.next_power_of_2(n) // 8)) for n in (writes, reads)
         )
@@ -270,7 +270,7 @@ class DecodeConfig:
         # with 32 bytes; 64 streams 5.9 with 128 bytes, one warp and no early read, 7.2 with two and the early read; 256
         # streams 32.4, and 36.2 likewise. Then 256 streams one step behind the other 34.2, 28.4 with written rows kept
         # rather than read ones, but 64 streams, all of whose rows a cache of 60 MB holds, 5.6 and 6.7.
-        row_bytes = streams * head_dim * element
+        row_bytes = streams * head_dim * itemsize
         if row_bytes <= 2**13:
             piece, early, warps = 32, True, 1
         elif row_bytes <= 2**16:
@@ -280,7 +280,7 @@ class DecodeConfig:
         return DecodeConfig(
             rows_w=rows_w,
             rows_r=rows_r,
-            columns=min(piece // element, triton.next_power_of_2(head_dim)),
+            columns=min(piece // itemsize, triton.next_power_of_2(head_dim)),
             early=early,
             keep=row_bytes * (writes + reads) > 2**25,
             warps=warps * max(1, max(rows_w, rows_r) // 8),

@@ -176,9 +176,9 @@ class DraftConfig:
     warps: int
 
     @staticmethod
-    def from_shapes(streams: int, writes: int, reads: int, head_dim: int, element: int) -> DraftConfig:
-        """`element`: bytes per element of the bank."""
-        step = DecodeConfig.from_shapes(streams, writes, reads, head_dim, element)
+    def from_shapes(streams: int, writes: int, reads: int, head_dim: int, itemsize: int) -> DraftConfig:
+        """itemsize: bytes per element of the bank."""
+        step = DecodeConfig.from_shapes(streams, writes, reads, head_dim, itemsize)
         return DraftConfig(step, ids=16, written=min(128, max(16, triton.next_power_of_2(writes))), warps=2)
 
 

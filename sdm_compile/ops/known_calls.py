@@ -1,4 +1,4 @@
-"""Calls like one that was made before, about which nothing is left to be found out.
+"""The fast path of repeated eager calls: one whose tensors agree with an earlier call's skips dispatcher and checks.
 
 Two calls are alike if their tensors agree in all that the dispatcher, the checks and the choice of a launch go by:
 type, dispatch keys (with those that this thread includes or leaves out), dtype, device, shape, strides, and whether
@@ -17,13 +17,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-# Looked up once, as every eager call asks them.
-_is_compiling, _is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
-_has_function_mode, _modes = torch._C._is_torch_function_mode_enabled, torch._C._len_torch_dispatch_stack
-_has_transforms, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
-
-# Not public: without it no call is known.
-TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+TensorGuards: Any
+try:  # None of it is public. Without all of it no call is known.
+    from torch._C import (
+        _are_functorch_transforms_active,
+        _dispatch_keys,
+        _is_torch_function_mode_enabled,
+        _is_tracing,
+        _len_torch_dispatch_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
 
 MAX_SHAPES = 256
 MAX_ALIKE = 8  # calls whose first two tensors have the same shapes
@@ -33,14 +39,14 @@ Work = Callable[..., Any]
 
 
 class KnownCalls:
-    """What does the work of calls of one op, by their tensors, of which there are two or more."""
+    """Of one op's calls: which function runs calls with tensors like these, of which there are two or more."""
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[tuple[Any, Work], ...]] = {}
         self._lock = threading.Lock()  # over changes of it
 
     def find(self, tensors: Sequence[Tensor]) -> Work | None:
-        """What does the work of calls like this one."""
+        """The function that runs calls like this one, if one is known."""
         for x in tensors:
             if type(x) is not Tensor or x.is_nested:  # what has no shape, or another one each time it is asked
                 return None
@@ -54,7 +60,7 @@ class KnownCalls:
         return len(self._known.get(_key(tensors), ())) < MAX_ALIKE
 
     def add(self, tensors: Sequence[Tensor], work: Work) -> None:
-        """Keeps what does the work of calls like this one, which `can_be_known`, and none of its tensors."""
+        """Keeps the function that runs calls like this one, which `can_be_known`, and none of its tensors."""
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         key = _key(tensors)
         with self._lock:
@@ -74,7 +80,7 @@ def can_be_known(args: Sequence[Any]) -> bool:
         TensorGuards is not None
         and all(type(x) is Tensor for x in args)
         and len({*map(id, args)}) == len(args)  # the guards know no tensor that stands for two
-        and not any(x.requires_grad or torch._C._dispatch_keys(x).raw_repr() & ~_strided_keys(x.device) for x in args)
+        and not any(x.requires_grad or _dispatch_keys(x).raw_repr() & ~_strided_keys(x.device) for x in args)
     )
 
 
@@ -82,7 +88,7 @@ def can_be_known(args: Sequence[Any]) -> bool:
 def _strided_keys(device: torch.device) -> int:
     """The dispatch keys of any strided tensor there; a view of the negative, say, has others too."""
     with torch.inference_mode(False):
-        return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()
+        return _dispatch_keys(torch.empty(0, device=device)).raw_repr()
 
 
 def unobserved() -> bool:
@@ -91,13 +97,13 @@ def unobserved() -> bool:
     Not noticed, as PyTorch offers no way to ask: an `ExecutionTraceObserver` without a profiler, and a kernel of the op
     that is replaced after a call became known.
     """
-    return not (
-        _is_compiling()
-        or _has_function_mode()
-        or _modes()
-        or _has_transforms()
+    return TensorGuards is not None and not (
+        torch.compiler.is_compiling()
+        or _is_torch_function_mode_enabled()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
         or _is_tracing()
-        or _is_profiled()
+        or _profiler_enabled()
         or profiler._is_profiler_enabled  # in whatever thread
         or forward_ad._current_level >= 0
     )

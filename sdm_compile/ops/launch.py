@@ -65,10 +65,10 @@ class StepLoop(Protocol):
         """Fills the memory so that no launch on it touches a bank row."""
 
     def stage(self, memory: Any) -> None:
-        """Launches what reads the call's inputs, and nothing that is filled meanwhile."""
+        """Launches what reads the call's inputs; touches nothing that `fill` initialises."""
 
     def couple(self, memory: Any, table: Tensor | None) -> None:
-        """Launches what stands between, on the memory, and on what it may take from the table and is not filled."""
+        """Launches the work between staging and the steps, which touches nothing that `fill` initialises."""
 
     @property
     def concludes(self) -> bool:

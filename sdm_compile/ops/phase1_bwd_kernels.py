@@ -5,9 +5,9 @@
     gates    sums of dL and dLq over the entries of a slot that a write's gate counts in
     tokens   sums over a token's writes, where it has one gate
 
-Sorted, a slot's writes and reads stand together by token, a token's write before its reads: of two entries a gate
-lies between, if its write is after the first and not after the second. Every place of the order is one element of a
-program and walks its slot's places away from itself, backwards and forwards, gates added on the way; a program's
+Sorted, a slot's writes and reads stand together by token, a token's write before its reads. A gate lies between
+two entries if its write comes after the first one and no later than the second. Every place of the order is one element
+of a program and walks its slot's places away from itself, backwards and forwards, gates added on the way; a program's
 elements walk together, as long as one of them is inside its slot. Every output has one writer, every sum one order.
 """
 
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
 from .layout import empty
 from .phase1_kernels import rows_per_program
 from .slot_groups_kernels import JoinedSort, any_of, empty_joined_sort, entry_at, entry_parts, launch_joined_sort
@@ -292,28 +293,32 @@ def launch_phase1_bwd_sorted(
     sizes = {"C": chunk, "W": writes, "R": reads, "B": config.places}
     tiles = scratch.firsts.shape[1]
     dgate = dg if gates == writes else scratch.dgate
-    _walk_kernel[(tiles, chunks)](
-        *(keys, dk_eff, dq_w, dwrite_w, dA, dQK, k_val, g, q_val, dk_val, dq_val),
-        *(scratch.dL, scratch.dlater, scratch.decay, scratch.firsts),
-        **sizes,
-        GATES=gates,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
-    _gates_kernel[(tiles, chunks)](
-        *(keys, scratch.dL, scratch.dlater, scratch.decay, scratch.firsts, dgroup_decay, dgate),
-        **sizes,
-        TILES=triton.next_power_of_2(tiles),
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+    KernelCall(
+        _walk_kernel,
+        (tiles, chunks),
+        (
+            *(keys, dk_eff, dq_w, dwrite_w, dA, dQK, k_val, g, q_val, dk_val, dq_val),
+            *(scratch.dL, scratch.dlater, scratch.decay, scratch.firsts),
+        ),
+        dict(**sizes, GATES=gates, num_warps=1, enable_fp_fusion=True),
+    ).launch()
+    KernelCall(
+        _gates_kernel,
+        (tiles, chunks),
+        (keys, scratch.dL, scratch.dlater, scratch.decay, scratch.firsts, dgroup_decay, dgate),
+        dict(**sizes, TILES=triton.next_power_of_2(tiles), num_warps=1, enable_fp_fusion=True),
+    ).launch()
     if dgate is not dg:
-        _tokens_kernel[(triton.cdiv(chunk, config.rows), chunks)](
-            *(dgate, k_idx, dg),
-            C=chunk,
-            W=writes,
-            BI=config.rows,
-            BW=triton.next_power_of_2(writes),
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
+        KernelCall(
+            _tokens_kernel,
+            (triton.cdiv(chunk, config.rows), chunks),
+            (dgate, k_idx, dg),
+            dict(
+                C=chunk,
+                W=writes,
+                BI=config.rows,
+                BW=triton.next_power_of_2(writes),
+                num_warps=1,
+                enable_fp_fusion=True,
+            ),
+        ).launch()

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
 from .layout import ChunkFields, empty
 from .slot_sort_kernels import NO_ENTRY, PLACES, inside, sort_by_slot, token_of
 
@@ -358,41 +359,59 @@ def launch_phase1(
     keys = scratch.keys
     sort_by_slot(k_idx, keys, scratch.merged, writes, fields.write_w)
     tiles = triton.cdiv(entries, PLACES)
-    _order_kernel[(tiles, chunks)](
-        *(keys, k_val, g, fields.order, scratch.weight, scratch.gate),
-        *(scratch.place, scratch.before, scratch.firsts, scratch.held),
-        W=writes,
-        GATES=gates,
-        ENTRIES=entries,
-        B=PLACES,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
-    _groups_kernel[(tiles, chunks)](
-        *(keys, fields.order, scratch.weight, scratch.gate, scratch.before, scratch.firsts, scratch.held),
-        *(fields.write_w, fields.group_start, fields.group_slot, fields.group_decay),
-        *(scratch.lead_value, scratch.lead_index, ordinals),
-        W=writes,
-        BY_ENTRY=by_entry,
-        ENTRIES=entries,
-        TILES=triton.next_power_of_2(tiles),
-        B=PLACES,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+    KernelCall(
+        _order_kernel,
+        (tiles, chunks),
+        (
+            *(keys, k_val, g, fields.order, scratch.weight, scratch.gate),
+            *(scratch.place, scratch.before, scratch.firsts, scratch.held),
+        ),
+        dict(
+            W=writes,
+            GATES=gates,
+            ENTRIES=entries,
+            B=PLACES,
+            num_warps=1,
+            enable_fp_fusion=True,
+        ),
+    ).launch()
+    KernelCall(
+        _groups_kernel,
+        (tiles, chunks),
+        (
+            *(keys, fields.order, scratch.weight, scratch.gate, scratch.before, scratch.firsts, scratch.held),
+            *(fields.write_w, fields.group_start, fields.group_slot, fields.group_decay),
+            *(scratch.lead_value, scratch.lead_index, ordinals),
+        ),
+        dict(
+            W=writes,
+            BY_ENTRY=by_entry,
+            ENTRIES=entries,
+            TILES=triton.next_power_of_2(tiles),
+            B=PLACES,
+            num_warps=1,
+            enable_fp_fusion=True,
+        ),
+    ).launch()
     blocks = triton.cdiv(chunk, config.rows_w) + triton.cdiv(chunk, config.rows_r)
-    _pairs_kernel[(blocks, chunks)](
-        *(k_idx, k_val, g, q_idx, q_val, keys, scratch.weight, scratch.gate, scratch.place, scratch.before),
-        *(fields.k_eff, fields.q_w, fields.A, fields.QK),
-        C=chunk,
-        W=writes,
-        R=reads,
-        GATES=gates,
-        BI_W=config.rows_w,
-        BI_R=config.rows_r,
-        BW=triton.next_power_of_2(writes),
-        BR=triton.next_power_of_2(reads),
-        BC=triton.next_power_of_2(chunk),
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+    KernelCall(
+        _pairs_kernel,
+        (blocks, chunks),
+        (
+            *(k_idx, k_val, g, q_idx, q_val, keys, scratch.weight, scratch.gate, scratch.place, scratch.before),
+            *(fields.k_eff, fields.q_w, fields.A, fields.QK),
+        ),
+        dict(
+            C=chunk,
+            W=writes,
+            R=reads,
+            GATES=gates,
+            BI_W=config.rows_w,
+            BI_R=config.rows_r,
+            BW=triton.next_power_of_2(writes),
+            BR=triton.next_power_of_2(reads),
+            BC=triton.next_power_of_2(chunk),
+            num_warps=1,
+            enable_fp_fusion=True,
+        ),
+    ).launch()

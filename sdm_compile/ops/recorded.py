@@ -1,4 +1,4 @@
-"""Launches that are made again for other tensors: where each address comes from is found once, and only added up then.
+"""Recorded launches: which tensor each address belongs to is found once; a replay only adds offsets to new addresses.
 
 What builds a launch (views, strides, a grid) takes the host longer than the launch. Two calls that agree in the layout
 of their tensors make the same launches but for the addresses, and each address is that of one of the call's tensors

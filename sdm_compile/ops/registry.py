@@ -8,8 +8,8 @@
 * for an op that writes to an argument, a wanted gradient raises before anything is written, and the version counter of
   what was written goes up, so that a stale saved tensor is noticed.
 
-What callers get of an op that writes to an argument leaves out ways through the dispatcher where all of them end in the
-same kernel.
+Of an op that writes to an argument, callers get a wrapper that skips passes through the dispatcher whose outcome is
+known already.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def register(
         cpu, cuda: the kernels. They run with autocast off, and on the device of the arguments.
         fake: shapes, dtypes and errors alone; checks the same things in the same way as the kernels.
         setup_context, backward: the formula, as `torch.autograd.Function` takes them. None: differentiating raises.
-        again: of an op of tensors alone that writes to its first one: given a call's arguments, returns what does the
-            work of calls like it, or None. It is asked after a call that is not known and may be, see `known_calls`;
-            what it returns runs on the current device, and with autocast as it is.
+        again: the fast path of an op of tensors alone that writes to its first one. Asked with a call's arguments after
+            that call, it returns a function that runs calls like it, or None; see `known_calls`. That function runs on
+            the current device, and under the caller's autocast.
     """
     arguments = torch._C.parse_schema(schema).arguments
     mutated = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)

@@ -75,7 +75,7 @@ def merge_repeated_backward(k_idx: Tensor, dk_val: Tensor, dg: Tensor) -> tuple[
 
 
 def repeat_count(device: torch.device) -> Tensor:
-    """The device's count of repeated write slots, an int64 scalar. Call under no lock; the tensor lives for good.
+    """The device's count of repeated write slots, an int64 scalar that lives for good. Takes `_lock`.
 
     Raises:
         RuntimeError: it would have to be made while a CUDA graph is being captured.
@@ -98,7 +98,12 @@ def _new_count(device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             return torch.zeros((), dtype=torch.int64, device=device)
 
-    return in_a_thread(torch.cuda.current_stream(device), new) if device.type == "cuda" else new()
+    if device.type != "cuda":
+        return new()
+    stream = torch.cuda.current_stream(device)
+    count = in_a_thread(stream, new)
+    stream.synchronize()  # other streams may add to it at once
+    return count
 
 
 def add_repeats(repeats: Tensor) -> None:
@@ -115,11 +120,16 @@ def repeated_write_slots(reset: bool = True) -> int:
         reset: start again from zero.
     Returns:
         The count. Zero for well-formed inputs; SPEC section 1 says how repeats act.
-    Note: reads the devices' counters, so it synchronises.
+    Note: waits for all work on the devices that have counted.
     """
+    total = 0
     with _lock:
-        total = sum(int(count) for count in _counts.values())
-        if reset:
-            for count in _counts.values():
+        for device, count in _counts.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # calls of other streams may be adding to it
+            total += int(count)
+            if reset:
                 count.zero_()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
     return total

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bound import KernelCall
 from .snapshot import SCALED_MODES
 from .snapshot_tiles import (
     addressable,
@@ -104,15 +105,19 @@ def launch_quantize(
     if not n:
         return
     config = config or RowQuantConfig.from_shapes(width)
-    _quantize_kernel[(triton.cdiv(n, config.rows),)](
-        *(rows, addressable(payload), scales, n, width, payload.shape[1]),
-        MODE=mode,
-        TOP=SCALED_MODES.get(mode),
-        R=config.rows,
-        B=config.columns,
-        num_warps=config.warps,
-        enable_fp_fusion=False,
-    )
+    KernelCall(
+        _quantize_kernel,
+        (triton.cdiv(n, config.rows),),
+        (rows, addressable(payload), scales, n, width, payload.shape[1]),
+        dict(
+            MODE=mode,
+            TOP=SCALED_MODES.get(mode),
+            R=config.rows,
+            B=config.columns,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+        ),
+    ).launch()
 
 
 def launch_dequantize(
@@ -128,12 +133,16 @@ def launch_dequantize(
     if not rows.numel():
         return
     config = config or RowQuantConfig.from_shapes(width)
-    _dequantize_kernel[(triton.cdiv(n, config.rows), triton.cdiv(width, config.columns))](
-        *(addressable(payload), scales, rows, n, width, payload.shape[1]),
-        MODE=mode,
-        TOP=SCALED_MODES.get(mode),
-        R=config.rows,
-        B=config.columns,
-        num_warps=config.warps,
-        enable_fp_fusion=False,
-    )
+    KernelCall(
+        _dequantize_kernel,
+        (triton.cdiv(n, config.rows), triton.cdiv(width, config.columns)),
+        (addressable(payload), scales, rows, n, width, payload.shape[1]),
+        dict(
+            MODE=mode,
+            TOP=SCALED_MODES.get(mode),
+            R=config.rows,
+            B=config.columns,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+        ),
+    ).launch()

@@ -15,14 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .bitonic import log2, upper
+from .bound import KernelCall
+
 NO_ENTRY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 PROBES = tl.constexpr(32)  # keys compared at once in a search for one place
 PLACES = 256  # places of one program of the order and groups kernels
-
-
-@triton.constexpr_function
-def _log2(n):
-    return n.bit_length() - 1
 
 
 @triton.jit
@@ -32,19 +30,13 @@ def inside(o_e, ENTRIES: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _upper(DIM: tl.constexpr, RANK: tl.constexpr):
-    """Which elements are in the upper half of a cube's dimension: 0 is the innermost of RANK."""
-    return tl.reshape(tl.arange(0, 2), [1] * (RANK - DIM - 1) + [2] + [1] * DIM) == 1
-
-
-@triton.jit
 def _merge_halves(cube, STAGE: tl.constexpr, RANK: tl.constexpr):
     """Sorts the bitonic sequences along the STAGE innermost of a cube's dimensions, every second one descending."""
     for i in tl.static_range(STAGE):
         other = cube ^ tl.xor_sum(cube, RANK - STAGE + i, True)  # each element's neighbour along the dimension
-        larger = _upper(STAGE - 1 - i, RANK)
+        larger = upper(STAGE - 1 - i, RANK)
         if STAGE < RANK:
-            larger = larger != _upper(STAGE, RANK)
+            larger = larger != upper(STAGE, RANK)
         cube = tl.where((other < cube) != larger, other, cube)
     return cube
 
@@ -55,7 +47,7 @@ def _sort_kernel(p_ids, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.conste
 
     Entries without a slot belong to no group, so that their write_w, if one is wanted, is stored here.
     """
-    rank: tl.constexpr = _log2(TILE)
+    rank: tl.constexpr = log2(TILE)
     chunk = tl.program_id(1).to(tl.int64)
     o_t = tl.arange(0, TILE)
     place = tl.program_id(0) * TILE + o_t
@@ -70,9 +62,9 @@ def _sort_kernel(p_ids, p_keys, p_write_w, ENTRIES: tl.constexpr, RUN: tl.conste
     if tl.min(tl.minimum(ids, after - ids), axis=0) < 0:  # a missing slot, or a run that does not ascend
         if p_write_w is not None:
             tl.store(p_write_w + chunk * ENTRIES + o_e, tl.zeros([TILE], tl.float32), mask=m_e & (ids < 0))
-        for stage in tl.static_range(1, _log2(RUN) + 1):
+        for stage in tl.static_range(1, log2(RUN) + 1):
             cube = _merge_halves(cube, stage, rank)
-    for stage in tl.static_range(_log2(RUN) + 1, rank + 1):
+    for stage in tl.static_range(log2(RUN) + 1, rank + 1):
         cube = _merge_halves(cube, stage, rank)
     key = tl.reshape(cube, [TILE])
     tl.store(p_keys + chunk * ENTRIES + place, key, mask=inside(place, ENTRIES, TILE))
@@ -117,7 +109,7 @@ def _merge_kernel(p_keys, p_merged, run, ENTRIES: tl.constexpr, B: tl.constexpr)
     m_a = from_a < end_a
     m_b = from_b < end_b if ENTRIES % B else ~m_a
     key = tl.load(p_a + tl.where(m_a, from_a, count_a + from_b), mask=m_a | m_b, other=NO_ENTRY)
-    key = tl.reshape(_merge_halves(tl.reshape(key, [2] * _log2(B)), _log2(B), _log2(B)), [B])
+    key = tl.reshape(_merge_halves(tl.reshape(key, [2] * log2(B)), log2(B), log2(B)), [B])
     place = start + o_b
     tl.store(p_merged + chunk * ENTRIES + place, key, mask=inside(place, ENTRIES, B))
 
@@ -154,17 +146,24 @@ def sort_by_slot(ids: Tensor, keys: Tensor, scratch: Tensor, run: int, write_w: 
     config = SortConfig.from_shapes(entries)
     merges = config.merges(entries)
     source, target = (scratch, keys) if merges % 2 else (keys, scratch)  # every merge goes from one to the other
-    _sort_kernel[(triton.cdiv(entries, config.tile), chunks)](
-        *(ids, source, write_w),
-        ENTRIES=entries,
-        RUN=min(run, config.tile) if run == triton.next_power_of_2(run) else 1,
-        TILE=config.tile,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+    KernelCall(
+        _sort_kernel,
+        (triton.cdiv(entries, config.tile), chunks),
+        (ids, source, write_w),
+        dict(
+            ENTRIES=entries,
+            RUN=min(run, config.tile) if run == triton.next_power_of_2(run) else 1,
+            TILE=config.tile,
+            num_warps=1,
+            enable_fp_fusion=True,
+        ),
+    ).launch()
     block = min(config.merge, 2 * config.tile)
     for i in range(merges):
-        _merge_kernel[(triton.cdiv(entries, block), chunks)](
-            *(source, target, config.tile << i), ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True
-        )
+        KernelCall(
+            _merge_kernel,
+            (triton.cdiv(entries, block), chunks),
+            (source, target, config.tile << i),
+            dict(ENTRIES=entries, B=block, num_warps=1, enable_fp_fusion=True),
+        ).launch()
         source, target = target, source

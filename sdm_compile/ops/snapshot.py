@@ -1,8 +1,8 @@
 """Snapshot rows: what a saving forward keeps of the bank, so that the backward has each row as it was before a step.
 
-Before a step overwrites a slot, the raw bank row is kept: the compact snapshot has one row per slot group, row
-`chunk * E + ordinal`. Or nothing is overwritten, and the row is a version: what the chunk made of the slot's row. Rows
-have one of these forms, versions the first one (SPEC section 4):
+Compact rows: each bank row is saved before a step overwrites it. Versions: the bank is never overwritten, and each new
+row is stored in the snapshot alone. Either way there is one row per slot group, row `chunk * E + ordinal`, in one of
+these forms; versions are in the first one (SPEC section 4):
 
 | mode | payload | scale per row |
 | --- | --- | --- |

@@ -143,14 +143,12 @@ def _beta_backward_kernel(
     p_dB,
     p_A,
     p_beta,
-    p_plus,
     p_dA,
     p_dbeta,
     num_rows,
     C: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
-    PLUS: tl.constexpr,
 ):
     """dA and dbeta from dB, B = diag(beta) tril(A, -1); some rows of all chunks' matrices per program."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -160,8 +158,6 @@ def _beta_backward_kernel(
     at = row[:, None] * C + column[None, :]
     dB = tl.load(p_dB + at, mask=m, other=0.0)
     dbeta = tl.sum(tl.load(p_A + at, mask=m, other=0.0) * dB, axis=1)
-    if PLUS:
-        dbeta += tl.load(p_plus + row, mask=m_row, other=0.0)
     tl.store(p_dbeta + row, dbeta, mask=m_row)
     beta = tl.load(p_beta + row, mask=m_row, other=0.0)
     tl.store(p_dA + at, beta[:, None] * dB, mask=m_row[:, None] & (column < C)[None, :])
@@ -193,8 +189,9 @@ def launch_solve(A: Tensor, QK: Tensor, beta: Tensor, X: Tensor, QX: Tensor) -> 
         return
     config = SolveConfig.from_shapes(chunk)
     blocks = triton.cdiv(chunk, config.block)
-    _diagonal_kernel[(blocks, chunks)](A, beta, X, C=chunk, B=config.block, num_warps=1, enable_fp_fusion=True)
-    _below_kernel[(blocks, chunks)](A, beta, X, C=chunk, B=config.block, num_warps=1, enable_fp_fusion=True)
+    options = dict(C=chunk, B=config.block, num_warps=1, enable_fp_fusion=True)
+    for kernel in (_diagonal_kernel, _below_kernel):
+        KernelCall(kernel, (blocks, chunks), (A, beta, X), options).launch()
     lower_product_call(QK, X, QX).launch()
 
 
@@ -252,12 +249,10 @@ def lower_product_call(
     return KernelCall(_lower_product_kernel, (a.shape[:-2].numel() * tiles,), tensors, options)
 
 
-def beta_backward_call(
-    dB: Tensor, A: Tensor, beta: Tensor, dA: Tensor, dbeta: Tensor, plus: Tensor | None = None
-) -> KernelCall:
-    """dA = beta dB and dbeta = the row sums of A dB (+ plus), both of the strictly lower triangles alone.
+def beta_backward_call(dB: Tensor, A: Tensor, beta: Tensor, dA: Tensor, dbeta: Tensor) -> KernelCall:
+    """dA = beta dB and dbeta = the row sums of A dB, both of the strictly lower triangles alone.
 
-    A, dB and dA [*, C, C], beta, dbeta and plus [*, C, 1], contiguous float32. No output is an input.
+    A, dB and dA [*, C, C], beta and dbeta [*, C, 1], contiguous float32. No output is an input.
     """
     chunk = A.shape[-1]
     config = SolveConfig.from_shapes(chunk)
@@ -265,10 +260,9 @@ def beta_backward_call(
         C=chunk,
         BM=config.row_block,
         BC=triton.next_power_of_2(chunk),
-        PLUS=plus is not None,
         num_warps=4,
         enable_fp_fusion=True,
     )
-    tensors = (dB, A, beta, beta if plus is None else plus, dA, dbeta)
     rows = beta.numel()
-    return KernelCall(_beta_backward_kernel, (triton.cdiv(rows, config.row_block),), (*tensors, rows), options)
+    args = (dB, A, beta, dA, dbeta, rows)
+    return KernelCall(_beta_backward_kernel, (triton.cdiv(rows, config.row_block),), args, options)

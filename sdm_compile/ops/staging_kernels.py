@@ -25,6 +25,12 @@ def _load_wide_ids(p_ids, mask, num_slots):
 
 
 @triton.jit
+def _along(places, stride):
+    """How far behind the first one elements lie: a stride may be any, so that int32 may be too short."""
+    return places.to(tl.int64) * stride
+
+
+@triton.jit
 def _load_ids(p_ids, mask, num_slots):
     """The same as int32, which counts the rows of every bank."""
     return _load_wide_ids(p_ids, mask, num_slots).to(tl.int32)
@@ -90,9 +96,9 @@ def _stage_token_kernel(
     m_w = here[:, None] & (o_w < W)
     out_w, m_out_w = row[:, None] * W + o_w, m_i[:, None] & (o_w < W)
     at_k, at_kv = (p * s_kp + t * s_kt)[:, None], (p * s_kvp + t * s_kvt)[:, None]
-    ids = _load_ids(p_k_idx + at_k + o_w * s_kw, m_w, num_slots)
+    ids = _load_ids(p_k_idx + at_k + _along(o_w, s_kw), m_w, num_slots)
     held = ids >= 0
-    val = tl.load(p_k_val + at_kv + o_w * s_kvw, mask=m_w & held, other=0.0)
+    val = tl.load(p_k_val + at_kv + _along(o_w, s_kvw), mask=m_w & held, other=0.0)
     weight = val.to(dtype).to(tl.float32)
     first = tl.broadcast_to(o_w, [BT, BW])
     if not _ascending(p_k_idx + at_k, ids, here, num_slots, s_kw, W, BW):
@@ -102,8 +108,8 @@ def _stage_token_kernel(
         for x in tl.static_range(0, W, BX):
             o_x = x + tl.arange(0, BX)[None, :]
             m_x = here[:, None] & (o_x < W)
-            ids_x = _load_ids(p_k_idx + at_k + o_x * s_kw, m_x, num_slots)
-            val_x = tl.load(p_k_val + at_kv + o_x * s_kvw, mask=m_x, other=0.0).to(dtype).to(tl.float32)
+            ids_x = _load_ids(p_k_idx + at_k + _along(o_x, s_kw), m_x, num_slots)
+            val_x = tl.load(p_k_val + at_kv + _along(o_x, s_kvw), mask=m_x, other=0.0).to(dtype).to(tl.float32)
             same = held[:, :, None] & (ids_x[:, None, :] == ids[:, :, None])
             first = tl.minimum(first, tl.min(tl.where(same, o_x[:, None, :], W), axis=2))
             weight += tl.sum(tl.where(same, val_x[:, None, :], 0.0), axis=2)
@@ -115,7 +121,7 @@ def _stage_token_kernel(
     tl.store(p_beta_out + row, tl.where(any_held, beta, 0.0), mask=m_i)
     tl.store(p_silent + row, (~any_held).to(tl.int8), mask=m_i)
     if GATES == W:
-        gate = tl.load(p_g + (p * s_gp + t * s_gt)[:, None] + o_w * s_gw, mask=m_w, other=0.0).to(tl.float32)
+        gate = tl.load(p_g + (p * s_gp + t * s_gt)[:, None] + _along(o_w, s_gw), mask=m_w, other=0.0).to(tl.float32)
         tl.store(p_g_out + out_w, tl.where(kept, gate, 0.0), mask=m_out_w)
     else:
         gate = tl.load(p_g + p * s_gp + t * s_gt, mask=here, other=0.0).to(tl.float32)
@@ -126,8 +132,8 @@ def _stage_token_kernel(
             tl.atomic_add(p_repeats, repeats)
     o_r = tl.arange(0, BR)[None, :]
     m_r = here[:, None] & (o_r < R)
-    ids = _load_ids(p_q_idx + (p * s_qp + t * s_qt)[:, None] + o_r * s_qr, m_r, num_slots)
-    val = tl.load(p_q_val + (p * s_qvp + t * s_qvt)[:, None] + o_r * s_qvr, mask=m_r & (ids >= 0), other=0.0)
+    ids = _load_ids(p_q_idx + (p * s_qp + t * s_qt)[:, None] + _along(o_r, s_qr), m_r, num_slots)
+    val = tl.load(p_q_val + (p * s_qvp + t * s_qvt)[:, None] + _along(o_r, s_qvr), mask=m_r & (ids >= 0), other=0.0)
     out_r, m_out_r = row[:, None] * R + o_r, m_i[:, None] & (o_r < R)
     tl.store(p_q_idx_out + out_r, ids, mask=m_out_r)
     tl.store(p_q_val_out + out_r, val.to(dtype), mask=m_out_r)
@@ -137,7 +143,7 @@ def _stage_token_kernel(
 def _ascending(p_ids, ids, here, num_slots, s_w, W: tl.constexpr, BW: tl.constexpr):
     """Whether each token's ids [BT, BW], which begin at p_ids [BT, 1], ascend as a top-k gives them: none repeats."""
     o_w = tl.arange(0, BW)[None, :] + 1
-    after = _load_wide_ids(p_ids + o_w * s_w, here[:, None] & (o_w < W), num_slots)
+    after = _load_wide_ids(p_ids + _along(o_w, s_w), here[:, None] & (o_w < W), num_slots)
     ascends = (ids < after) | (o_w >= W) | ~here[:, None]
     return tl.min(tl.min(ascends.to(tl.int32), axis=1), axis=0) != 0
 
@@ -194,14 +200,14 @@ def _stage_token_backward_kernel(
     o_w = tl.arange(0, BW)[None, :]
     m_w = here[:, None] & (o_w < W)
     at_k = (p * s_kp + t * s_kt)[:, None]
-    ids = _load_wide_ids(p_k_idx + at_k + o_w * s_kw, m_w, num_slots)
+    ids = _load_wide_ids(p_k_idx + at_k + _along(o_w, s_kw), m_w, num_slots)
     held = ids >= 0
     first = tl.broadcast_to(o_w, [BT, BW])
     if not _ascending(p_k_idx + at_k, ids, here, num_slots, s_kw, W, BW):
         first = tl.full([BT, BW], W, tl.int32)
         for x in tl.static_range(0, W, BX):
             o_x = x + tl.arange(0, BX)[None, :]
-            ids_x = _load_wide_ids(p_k_idx + at_k + o_x * s_kw, here[:, None] & (o_x < W), num_slots)
+            ids_x = _load_wide_ids(p_k_idx + at_k + _along(o_x, s_kw), here[:, None] & (o_x < W), num_slots)
             same = held[:, :, None] & (ids_x[:, None, :] == ids[:, :, None])
             first = tl.minimum(first, tl.min(tl.where(same, o_x[:, None, :], W), axis=2))
     any_held = tl.max(held.to(tl.int32), axis=1) > 0
@@ -220,7 +226,7 @@ def _stage_token_backward_kernel(
         tl.store(p_dg_out + token, dg.to(p_dg_out.dtype.element_ty), mask=here)
     o_r = tl.arange(0, BR)[None, :]
     m_r = here[:, None] & (o_r < R)
-    read = _load_wide_ids(p_q_idx + (p * s_qp + t * s_qt)[:, None] + o_r * s_qr, m_r, num_slots) >= 0
+    read = _load_wide_ids(p_q_idx + (p * s_qp + t * s_qt)[:, None] + _along(o_r, s_qr), m_r, num_slots) >= 0
     dq_val = tl.load(p_dq_val + row[:, None] * R + o_r, mask=read, other=0.0)
     tl.store(p_dq_val_out + token[:, None] * R + o_r, dq_val.to(p_dq_val_out.dtype.element_ty), mask=m_r)
 
@@ -251,11 +257,11 @@ def _to_chunks_kernel(
     chunk = row // C
     p = chunk % streams
     t = first_token + (chunk // streams) * C + row % C
-    o_d = tl.program_id(1).to(tl.int64) * BD + tl.arange(0, BD)  # a column's stride may be any
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     here = (row < rows) & (t < tokens)
     if SILENT:
         here &= tl.load(p_silent + row, mask=row < rows, other=1) == 0
-    at = (p * s_p + t * s_t)[:, None] + o_d[None, :] * s_d
+    at = (p * s_p + t * s_t)[:, None] + _along(o_d[None, :], s_d)
     x = tl.load(p_x + at, mask=here[:, None] & (o_d < D)[None, :], other=0.0)
     m_out = (row < rows)[:, None] & (o_d < D)[None, :]
     tl.store(p_out + row[:, None] * D + o_d[None, :], x.to(p_out.dtype.element_ty), mask=m_out)

@@ -4,9 +4,10 @@
     rows      per slot that the step writes or reads: the row's dots with the gradient and with what each write and read
               sent back; the gradient through decay, retrieval and reading
 
-The bank is not walked back: a row before the step is one of the snapshot (the one that the step saved, or, for a slot
-that is only read, that the next step to write it did; of versions, the one that the last step before made), or else
-the bank's own. Which it is follows from slots alone, so that it is known before the steps: `row_numbers_call`.
+The bank is not walked back. A row as it was before the step comes from the snapshot, if it is there: saved by this
+step, or, for a slot that is only read, by the next later step that writes it; with versions, made by the last earlier
+step that wrote it. Otherwise it is the bank's own. Which one follows from the slots alone, and is known before the
+steps: `row_numbers_call`.
 
 A dot over D columns leaves a kernel as one part for each of its blocks of columns, a number that D and the dtypes fix,
 and is the sum of those in order: `sum_parts_call`, for any number of steps at once.

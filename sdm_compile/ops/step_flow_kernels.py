@@ -1,8 +1,9 @@
 """All steps of a slab in one launch, whose programs wait for each other where a launch per stage would wait for all.
 
-A unit is some columns of one stream's chunk, one or two pieces of 128 bytes of each row: no other stream and no other
-column has a bearing on it. So one unit's write runs beside another one's gather, and finds its rows in the L2 cache,
-where a whole step would not fit. Which rows a token writes has been sorted out before, see `row_writes_kernels`.
+A unit is one stream's chunk, restricted to a block of columns: one or two pieces of 128 bytes of each row. Units of
+other streams or columns are independent, so one unit's write runs beside another one's gather, and still finds its rows
+in the L2 cache, where the rows of a whole step would not fit. Which rows a token writes has been sorted out before, see
+`row_writes_kernels`.
 
 | of a unit                | programs           | wait for                          | count      |
 | ------------------------ | ------------------ | --------------------------------- | ---------- |
@@ -12,9 +13,9 @@ where a whole step would not fit. Which rows a token writes has been sorted out 
 | decay-and-write          | one per token      | multiplied                        | written    |
 | readings = QX u + inter  | one per tile       | multiplied                        | written    |
 
-A program's number is its place in an order in which each waits for earlier ones alone. Programs start in the order of
-their numbers (CUDA does not promise it; scans in one pass, as CUB has them, have relied on it on every GPU so far), so
-that none that waits keeps out one that it waits for. Every sum has a fixed order. SPEC section 5.
+A program waits only for programs with smaller numbers. GPUs start programs in the order of their numbers, so that a
+waiting one never keeps out the one that it waits for: CUDA does not promise that order, but single-pass scans, such as
+CUB's, rely on it as well. Every sum has a fixed order. SPEC section 5.
 """
 
 from __future__ import annotations

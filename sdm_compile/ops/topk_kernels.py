@@ -6,8 +6,8 @@ Best means smallest here: kernels work on losses, negated scores, so that every 
 1. ranks both: a key is a loss and a column, and the best K of each list are kept;
 2. adds up the pairs of ranks (i, j) that can be among the k best, and sorts their losses: the k-th is the last to be
    kept. Losses ascend along the rows and columns of the table of pairs, so a hook of it, row h from (h, h) on and
-   column h below that, needs but a merge. To look at pairs that cannot be among the k best changes nothing: what is
-   better than the last, or as good if nothing is left over, never is such a pair; ties are looked at again;
+   column h below that, needs but a merge. Pairs that cannot be among the k best do no harm: none is better than the
+   k-th, and those as good as it are sorted out in step 3;
 3. keeps what is better, and of the pairs as good as the last one those with the smallest slots;
 4. sorts the kept slots and reads their scores again.
 
@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .bitonic import log2, smallest
+from .bound import KernelCall
 
 _INF = tl.constexpr(math.inf)
 _NO_KEY = tl.constexpr(2.0 - 2.0**-23)  # PACKED, the last column's NaN: no other key is above it
@@ -462,16 +463,20 @@ def launch_topk(
     packed = scores.dtype == torch.bfloat16 and max(factors) <= PACKED_COLUMNS
     if len(factors) == 1:
         config = configure(rows, (width, 1), k)
-        _one_factor_kernel[(rows,)](
-            *(scores, values, ids),
-            N=width,
-            BN=config.columns[0],
-            k=k,
-            K=config.k,
-            PACKED=packed,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        KernelCall(
+            _one_factor_kernel,
+            (rows,),
+            (scores, values, ids),
+            dict(
+                N=width,
+                BN=config.columns[0],
+                k=k,
+                K=config.k,
+                PACKED=packed,
+                num_warps=1,
+                enable_fp_fusion=False,
+            ),
+        ).launch()
         return
     prefix, prefix_ids, slots = scores, ids, factors[0]
     for f, n in enumerate(factors[1:], 1):
@@ -487,28 +492,32 @@ def launch_topk(
         places = (1 + config.hooks) * config.k + config.k + config.others
         size = 2 * config.k + 1 + (places // 2 if slots * n <= _NO_SLOT.value else places)
         work = ids.new_empty((config.programs, size | 1))
-        _fold_kernel[(config.programs,)](
-            *(prefix, prefix_ids, scores, fold_values, fold_ids, work, rows),
-            WIDTH=width,
-            OFFSET=sum(factors[:f]),
-            N0=slots,
-            N1=n,
-            BN0=columns[0],
-            BN1=columns[1],
-            k=k,
-            ROOT=math.isqrt(k),
-            COUNT=count,
-            K=config.k,
-            HOOKS=config.hooks,
-            OTHERS=config.others,
-            WORK=work.shape[1],
-            FIRST=first,
-            PACKED=packed and first,
-            FULL=slots == n == columns[0],
-            num_warps=1,
-            maxnreg=config.registers if packed and first else None,
-            enable_fp_fusion=False,
-        )
+        KernelCall(
+            _fold_kernel,
+            (config.programs,),
+            (prefix, prefix_ids, scores, fold_values, fold_ids, work, rows),
+            dict(
+                WIDTH=width,
+                OFFSET=sum(factors[:f]),
+                N0=slots,
+                N1=n,
+                BN0=columns[0],
+                BN1=columns[1],
+                k=k,
+                ROOT=math.isqrt(k),
+                COUNT=count,
+                K=config.k,
+                HOOKS=config.hooks,
+                OTHERS=config.others,
+                WORK=work.shape[1],
+                FIRST=first,
+                PACKED=packed and first,
+                FULL=slots == n == columns[0],
+                num_warps=1,
+                maxnreg=config.registers if packed and first else None,
+                enable_fp_fusion=False,
+            ),
+        ).launch()
         prefix, prefix_ids, slots = fold_values, fold_ids, count
 
 
@@ -521,15 +530,19 @@ def launch_topk_bwd(dvalues: Tensor, ids: Tensor, factors: Sequence[int], dscore
     for n in factors:
         stride //= n
         columns = min(MAX_COLUMNS, triton.next_power_of_2(n))
-        _topk_bwd_kernel[(rows, triton.cdiv(n, columns))](
-            *(dvalues, ids, dscores),
-            WIDTH=dscores.shape[1],
-            OFFSET=offset,
-            N=n,
-            STRIDE=stride,
-            k=k,
-            BN=columns,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        KernelCall(
+            _topk_bwd_kernel,
+            (rows, triton.cdiv(n, columns)),
+            (dvalues, ids, dscores),
+            dict(
+                WIDTH=dscores.shape[1],
+                OFFSET=offset,
+                N=n,
+                STRIDE=stride,
+                k=k,
+                BN=columns,
+                num_warps=1,
+                enable_fp_fusion=False,
+            ),
+        ).launch()
         offset += n

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _T = TypeVar("_T")
 
 Fill = Callable[[], object]
-"""Fills what a call's steps work on, and nothing before them: it may run under their preparation."""
+"""Initialises the tensor that a call's steps update. Nothing before the steps may need it: the two run side by side."""
 
 
 class Memory:

@@ -78,8 +78,8 @@ def sdm_write_read(
             backward runs the forward again. Its gradients are those of "none"; a long sequence then needs far less
             memory.
         grad_bank_fp32: accumulate a bfloat16 bank's gradient in float32, rounded once at the end.
-        trace_steps: run the step loop over the stage ops, so that a compiler sees every stage of every step as a node;
-            with neither of the two settings above.
+        trace_steps: run the step loop over the stage ops, so that a compiler sees every stage of every step as a node.
+            Requires snapshot_quant="none" and grad_bank_fp32=False.
     Returns:
         readings: [P, T, D] and the final bank [num_slots, D], the bank's dtype, fresh memory, both differentiable with
         respect to every float input, in each one's own dtype.

@@ -40,8 +40,8 @@ class Saved(NamedTuple):
     group_decay: Tensor  # [steps, P, E], flattened [steps * P * E]
     # Of versions, see `row_versions_kernels`; else [0].
     previous: Tensor  # [steps * P * E] int32, the row of the snapshot that a group's row was made from; -1: the bank's
-    latest: Tensor  # [num_slots] int32, the row of the snapshot that a slot's version is in the end; -1: the bank's,
-    # where the forward begins
+    latest: Tensor  # [num_slots] int32, the row of the snapshot with a slot's final version; -1: never written, as the
+    # forward has all slots at first
 
     @property
     def has_versions(self) -> bool:

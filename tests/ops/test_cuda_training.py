@@ -285,6 +285,26 @@ def test_other_strides() -> None:
     assert_same_bits([x.grad for x in strided if x.grad is not None], [x.grad for x in expected if x.grad is not None])
 
 
+def test_strides_beyond_int32() -> None:
+    """Inputs whose entries lie so far apart that a token's last one is over 2^31 elements behind its first."""
+    gap = 2**28 + 8
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB")
+    case = Case("far apart", writes=9, reads=10, head_dim=9, slots=12, write_gates=True, id_dtype=torch.int32)
+    inputs = case.make(BF16)
+    buffers = {dtype: torch.empty(10 * gap, dtype=dtype, device="cuda") for dtype in (torch.int32, BF16)}
+    used = dict.fromkeys(buffers, 0)
+
+    def apart(x: Tensor) -> Tensor:
+        here = buffers[x.dtype].as_strided(x.shape, (x.shape[1], 1, gap), used[x.dtype])
+        used[x.dtype] += x.shape[0] * x.shape[1]
+        return here.copy_(x).requires_grad_(x.is_floating_point())
+
+    expected = train(leaves(inputs), case.chunk_size)
+    memory, *others = inputs
+    assert_same_bits(train([*leaves([memory]), *map(apart, others)], case.chunk_size), expected)
+
+
 @pytest.mark.parametrize("mode", ["none", "bf16", "fp8", "int4", "recompute"])
 def test_every_row_of_the_handshakes_table(mode: str, rows: str) -> None:
     inputs = leaves(replace(RAGGED, head_dim=24).make(F32))

@@ -223,7 +223,6 @@ def test_every_kernel_compiles(capability: int, dtype: torch.dtype, monkeypatch:
     for some in ((inputs[0], rows), (None, rows), (inputs[0], None)):
         decay_write_kernels.row_gradients_call(inputs[0], inputs[0], groups, *some).launch()
     solve._solve_bwd_cuda(square, square, square, square, strengths[None], square)
-    solve_kernels.beta_backward_call(square, square, strengths, square, strengths, plus=strengths).launch()
     grads = [torch.empty(2, 2, 32, inputs[i].shape[2]) for i in (2, 3, 4, 5, 7)]
     staging._stage_inputs_bwd_cuda(*grads, *inputs[1:])
     staging._unstage_readings_bwd_cuda(inputs[3], case.chunk_size)
