@@ -186,7 +186,7 @@ class SparseDeltaMemory(nn.Module):
             )
         batch = pending.slots.shape[0] // self.config.num_heads
         # The pending slots are rows of the bank, whatever entries it was drafted with.
-        self.capacity(state.bank, least=batch if state.entries is None and pending.bank is None else 0)
+        self.capacity(state.bank, least=batch if state.entries is None and pending.mark is None else 0)
         check_accepted(accepted, batch, "[B]")
         pending.check_bank(state.bank)
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sdm_compile.ops import write_read_bwd_cuda, write_read_cuda
+from sdm_compile.ops import slabs, write_read_bwd_cuda, write_read_cuda
 from sdm_compile.ops.launch import StepLoop, own_memory
 from sdm_compile.ops.layout import num_steps
 from sdm_compile.ops.repeats import repeat_count
 from sdm_compile.ops.row_versions_kernels import latest_rows_call
+from sdm_compile.ops.saved import empty_saved
 from sdm_compile.ops.snapshot import COMPACT, VERSIONS, SnapshotPlan
 from sdm_compile.ops.write_read_cuda import Saving, runs_by_step
-from sdm_compile.ops.write_read_ops import bank_gradient, empty_saved
+from sdm_compile.ops.write_read_ops import bank_gradient
 from tests.cases import Case
 
 
@@ -46,7 +47,10 @@ def _run(groups: Sequence[Sequence[StepLoop]], device: torch.device) -> None:
 
 
 def saving_of(case: Case, memory: Tensor, inputs: Sequence[Tensor], mode: str, writer: str) -> Saving:
-    """Where a forward of this case keeps what its backward reads; it holds nothing yet. writer: see `RawRows`."""
+    """Where a forward of this case keeps what its backward reads; it holds nothing yet.
+
+    writer: "gather" or "write", of compact rows; or "versions", which the write stores.
+    """
     versions = writer == "versions"
     saved = empty_saved(memory, inputs[0], inputs[5], case.chunk_size, mode, versions)
     saved.latest.fill_(-1)
@@ -74,10 +78,10 @@ def forward(
 ) -> None:
     """`write_read_cuda` in slabs of so many steps, a power of two; by_step: other than as it would choose to launch."""
     with (
-        patch.object(write_read_cuda, "slab_steps", lambda steps, fits: slab),
+        patch.object(slabs, "slab_steps", lambda steps, fits: slab),
         patch.object(write_read_cuda, "runs_by_step", runs_by_step if by_step is None else lambda mode: by_step),
     ):
-        versions = saving is not None and saving.writer == "versions"
+        versions = saving is not None and saving.declared.versions
         source = bank.clone() if versions else bank
         loops = write_read_cuda.call_loops(source, inputs, chunk_size, readings, saving, repeat_count(bank.device))
         _run(list(loops), bank.device)
@@ -87,5 +91,5 @@ def forward(
 
 def backward(call: write_read_bwd_cuda.Call, chunk_size: int, *, slab: int) -> None:
     """`backward_cuda` in slabs of so many steps, a power of two."""
-    with patch.object(write_read_cuda, "slab_steps", lambda steps, fits: slab):
+    with patch.object(slabs, "slab_steps", lambda steps, fits: slab):
         _run(list(write_read_bwd_cuda.call_loops(call, chunk_size)), call.bank.device)

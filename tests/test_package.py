@@ -54,12 +54,12 @@ RANK = {name: rank for rank, names in enumerate(GROUPS) for name in names}
 SHARED = {
     *("bitonic", "bound", "checks", "dispatch", "known_calls", "launch", "layout", "registry", "repeats", "rows"),
     *("situation", "slot_parts", "snapshot", "snapshot_tiles", "copy_kernels", "step_bwd_kernels", "step_table"),
-    *("recorded", "working_memory"),
+    *("recorded", "saved", "slabs", "topk_ranks", "working_memory"),
     *(f"slot_{part}_kernels" for part in ("entries", "groups", "sort")),
 }
 COMPOSERS = {
     *("__init__", "draft", "draft_kernels", "step_flow_kernels", "step_flow_programs", "step_loop", "write_read"),
-    *(f"write_read_{part}" for part in ("bwd", "bwd_cuda", "cuda", "ops", "recompute")),
+    *(f"write_read_{part}" for part in ("bwd", "bwd_cuda", "cuda", "ops", "recompute", "routes")),
 }
 
 

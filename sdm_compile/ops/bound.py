@@ -158,3 +158,13 @@ def each_step(call: Callable[[int], KernelCall], steps: int) -> Callable[[int], 
         return lambda step: call(step).launch()  # Triton compiles a kernel for each mixture of alignments
     kernel = BoundKernel(first)
     return lambda step: kernel.launch([a + step * stride for a, stride in zip(start, strides, strict=True)])
+
+
+def eviction_hint(bank: Tensor, rows: int) -> str:
+    """The hint for bank rows that are not needed again soon, in a launch that moves so many.
+
+    Measured on an H200, us per step with the hint on read rows and on the write: 23.9 against 25.1 where the gather
+    moves 34 MB; 520 against 507 where it moves 1 GB, which no order of eviction keeps in a cache of 60 MB. On the rows
+    before a backward's step: 37.8 against 38.5 where they are 34 MB; 128.8 against 126.4 where 134 MB.
+    """
+    return "evict_first" if rows * bank.shape[1] * bank.element_size() <= 64 * 2**20 else ""

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bound import KernelCall
-from .launch import eviction_hint
+from .bound import KernelCall, eviction_hint
 from .layout import StepGroups
 from .snapshot import SCALED_MODES, Announcement, StepRows
 from .snapshot_tiles import addressable, convert, magnitude, row_scale, store_quantized

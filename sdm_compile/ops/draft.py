@@ -198,13 +198,13 @@ class SDMPending:
     Args:
         new_rows: [P, T, W, D] the rows, in the bank's dtype; unspecified where the slot is negative.
         slots: [P, T, W] int32, the bank row of each; negative: no slot, or one that the token has written already.
-        bank: by which an eager commit knows the bank again; None where the draft was traced or captured, or comes out
+        mark: by which an eager commit knows the bank again; None where the draft was traced or captured, or comes out
             of a pickle.
     """
 
     new_rows: Tensor
     slots: Tensor
-    bank: _BankMark | None = None
+    mark: _BankMark | None = None
 
     def check_bank(self, memory: Tensor) -> None:
         """Raises where `memory` is not the bank of the draft, or was written to since, as far as this can be known.
@@ -213,43 +213,43 @@ class SDMPending:
             ValueError: another bank. RuntimeError: the bank has changed, or was made in inference mode, which is over.
         """
         now = _mark(memory)
-        if now is None or self.bank is None:  # in this order, so that a tracer reads no number that it would guard
+        if now is None or self.mark is None:  # in this order, so that a tracer reads no number that it would guard
             return
         if now.version is None and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "memory was made under torch.inference_mode() and cannot be updated outside it: clone it first, or "
                 "make it outside inference mode"
             )
-        if self.bank.storage() is None:
+        if self.mark.storage() is None:
             raise ValueError("memory is not the bank of the draft, which has been freed: draft again")
-        if now[:2] == self.bank[:2] and not now.of_same_bank(self.bank):
+        if now[:2] == self.mark[:2] and not now.of_same_bank(self.mark):
             raise ValueError("memory is another tensor than the draft's bank, on the same memory: pass that one")
-        if not now.of_same_bank(self.bank):
+        if not now.of_same_bank(self.mark):
             raise ValueError(
                 f"memory of shape {now.shape} at {now.address:#x} is not the bank of the draft, which has shape "
-                f"{self.bank.shape} and lies at {self.bank.address:#x}: pass that one, or draft again"
+                f"{self.mark.shape} and lies at {self.mark.address:#x}: pass that one, or draft again"
             )
-        if now.version != self.bank.version:
+        if now.version != self.mark.version:
             raise RuntimeError(
-                f"memory has been written to since the draft (then version {self.bank.version}, now {now.version}), by "
+                f"memory has been written to since the draft (then version {self.mark.version}, now {now.version}), by "
                 "a commit of this draft, a step, another request of the same pool, or a DecodeGraph that was made of "
                 "its state: draft again"
             )
 
 
-def _unflatten(leaves: Iterable[Any], bank: Any) -> SDMPending:
+def _unflatten(leaves: Iterable[Any], mark: Any) -> SDMPending:
     new_rows, slots = leaves
-    return SDMPending(new_rows, slots, bank)
+    return SDMPending(new_rows, slots, mark)
 
 
 def _flatten(pending: SDMPending) -> tuple[list[Tensor], _BankMark | None]:
-    return [pending.new_rows, pending.slots], pending.bank
+    return [pending.new_rows, pending.slots], pending.mark
 
 
 def _flatten_with_keys(pending: SDMPending) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], _BankMark | None]:
     keys: list[pytree.KeyEntry] = [pytree.GetAttrKey(name) for name in ("new_rows", "slots")]
-    leaves, bank = _flatten(pending)
-    return list(zip(keys, leaves, strict=True)), bank
+    leaves, mark = _flatten(pending)
+    return list(zip(keys, leaves, strict=True)), mark
 
 
 pytree.register_pytree_node(
@@ -257,7 +257,7 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="sdm_compile.SDMPending",
-    to_dumpable_context=lambda bank: None,
+    to_dumpable_context=lambda mark: None,
     from_dumpable_context=lambda kept: None,
     flatten_with_keys_fn=_flatten_with_keys,
 )

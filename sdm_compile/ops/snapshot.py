@@ -52,6 +52,14 @@ class SnapshotPlan:
     layout: int
     writer: str | None  # "write" or "gather"
 
+    @property
+    def versions(self) -> bool:
+        """Whether the rows are versions."""
+        return self.layout == VERSIONS
+
+
+KEEPS_NOTHING = SnapshotPlan(NO_ROWS, None)
+
 
 @dataclass(frozen=True)
 class Announcement:
@@ -108,7 +116,7 @@ def plan_snapshot(saving: bool, mode: str, situation: Situation, versions: bool 
     versions: what `keeps_versions` says.
     """
     if not saving or mode == RECOMPUTE:
-        return SnapshotPlan(NO_ROWS, None)
+        return KEEPS_NOTHING
     if versions:
         return SnapshotPlan(VERSIONS, "write")
     if mode == "none" and situation is Situation.CAPTURING:

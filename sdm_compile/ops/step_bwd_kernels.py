@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bound import KernelCall
-from .launch import eviction_hint
+from .bound import KernelCall, eviction_hint
 from .snapshot import SCALED_MODES, StepRows
 from .snapshot_tiles import addressable, convert, load_quantized
 from .step_table import from_table

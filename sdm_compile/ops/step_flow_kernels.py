@@ -32,6 +32,7 @@ from .bound import KernelCall
 from .dual_matmul_kernels import matmul_precision
 from .layout import ChunkFields, Staged
 from .row_writes_kernels import RowWrites, empty_row_writes
+from .snapshot import KEEPS_NOTHING, SnapshotPlan
 from .step_flow_programs import (
     COUNTERS,
     GATHERED,
@@ -106,11 +107,12 @@ def _step_flow_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
     WRITER: tl.constexpr,
+    VERSIONS: tl.constexpr,
 ):
     """A tick has the gathers of a unit, the products of the unit `multiply_later` ticks before, and the write and the
     readings of the one `write_later` ticks before. The chunks of the readings [P, T, D] begin at token `first_token`.
-    WRITER: see `KeptRows`; or None. With versions p_k_idx, p_q_idx and p_slot are addresses of rows. Steps of what is
-    kept are those of all streams."""
+    WRITER and VERSIONS: of the plan, see `KeptRows`. With versions p_k_idx, p_q_idx and p_slot are addresses of rows.
+    Steps of what is kept are those of all streams."""
     across: tl.constexpr = (BU + BN - 1) // BN
     tiles: tl.constexpr = ((C + BM - 1) // BM) * across
     pieces: tl.constexpr = BU // BD
@@ -164,7 +166,7 @@ def _step_flow_kernel(
             write_token(
                 p_bank, p_slot + first, p_decay + first, p_weight + first, p_link + first, p_shared + chunk * C,
                 p_rows + chunk * C, p_write_w, p_next + first, p_delta, p_ordinal, p_snapshot, p_counters,
-                C * pieces + tiles, n - 2 * tiles, o_u, m_u, num_slots, D, W, BX, BY, WRITER,
+                C * pieces + tiles, n - 2 * tiles, o_u, m_u, num_slots, D, W, BX, BY, WRITER, VERSIONS,
             )  # fmt: skip
         else:
             n -= 2 * tiles + C
@@ -285,27 +287,26 @@ def empty_flow_memory(
     reads: int,
     head_dim: int,
     like: Tensor,
-    writer: str | None,
+    plan: SnapshotPlan,
 ) -> FlowMemory:
-    """Fresh `FlowMemory`; writer: see `KeptRows`."""
-    versions = writer == "versions"
+    """Fresh `FlowMemory`. plan: of the rows that the steps keep."""
     parts = triton.cdiv(head_dim, unit_columns(streams, head_dim, like.element_size()))
     counters = like.new_empty(steps, streams * parts, COUNTERS.value, dtype=torch.int32)
     u, inter, delta = (like.new_empty(streams, chunk, head_dim, dtype=torch.float32) for _ in range(3))
     tokens = (steps, streams, chunk)
-    rows = empty_row_writes(tokens, writes, like, writer in ("write", "versions"), versions)
+    rows = empty_row_writes(tokens, writes, like, plan.writer == "write", plan.versions)
     of_writes, of_reads = (like.new_empty(*tokens, n, dtype=torch.int64) for n in (writes, reads))
-    return FlowMemory(rows, (of_writes, of_reads) if versions else None, u, inter, delta, counters)
+    return FlowMemory(rows, (of_writes, of_reads) if plan.versions else None, u, inter, delta, counters)
 
 
 class KeptRows(NamedTuple):
     """Where a saving launch keeps rows, of its first step; those of the next one are behind all streams' of it.
 
-    writer: "gather" or "write", the stage that stores them before they are overwritten; or "versions": the write stores
-        them there alone, after it has made them, and the bank stays as it is.
+    Compact rows are stored by the plan's writer before they are overwritten. Versions are stored by the write, there
+    alone, once it has made them: the bank stays as it is.
     """
 
-    writer: str | None
+    plan: SnapshotPlan
     ordinals: Tensor | None  # [steps, P, C, W] int32, see `launch_phase1`
     snapshot: Tensor  # [P * E, D] row p * E + ordinal
     retrieved: Tensor  # [P, C, D] float32, which the gather stores
@@ -335,9 +336,9 @@ def step_flow_call(
         streams, chunk, writes, reads, width, bank.element_size(), saves=saving is not None
     )
     lags = config.lags(streams, chunk, width, processors)
-    rows, ordinals, snapshot, kept, all_streams = memory.rows, None, None, None, streams
+    rows, plan, ordinals, snapshot, kept, all_streams = memory.rows, KEEPS_NOTHING, None, None, None, streams
     if saving is not None:
-        ordinals, snapshot, kept, all_streams = saving[1:]
+        plan, ordinals, snapshot, kept, all_streams = saving
         if rows.ordinal is not None:
             ordinals = rows.ordinal
     k_rows, q_rows = (staged.k_idx, staged.q_idx) if memory.addresses is None else memory.addresses
@@ -361,7 +362,8 @@ def step_flow_call(
         BN=config.tile,
         BK=config.inner,
         PRECISION=matmul_precision(bank.dtype),
-        WRITER=None if saving is None else saving.writer,
+        WRITER=plan.writer,
+        VERSIONS=plan.versions,
         num_warps=1,
         num_stages=config.stages,
         maxnreg=config.registers,

@@ -156,14 +156,15 @@ def write_token(
     BX: tl.constexpr,
     BY: tl.constexpr,
     WRITER: tl.constexpr,
+    VERSIONS: tl.constexpr,
 ):
     """Writes a token's rows, BX at a time as long as other tokens write some of them too, and then BY at a time.
 
-    p_slot to p_rows: see RowWrites; p_write_w and p_next: weight and next entry by entry. WRITER: see KeptRows; rows
-    are kept at p_ordinal of p_snapshot.
+    p_slot to p_rows: see RowWrites; p_write_w and p_next: weight and next entry by entry. WRITER and
+    VERSIONS: of the plan, see KeptRows; rows are kept at p_ordinal of p_snapshot.
     """
-    VERSIONS: tl.constexpr = WRITER == "versions"
-    ORDINALS: tl.constexpr = VERSIONS or WRITER == "write"
+    ORDINALS: tl.constexpr = WRITER == "write"
+    SAVES: tl.constexpr = ORDINALS and not VERSIONS
     p_slot += token * W
     p_decay += token * W
     p_weight += token * W
@@ -188,7 +189,7 @@ def write_token(
         if ORDINALS:
             ordinal = tl.load(p_ordinal + o_x, mask=o_x < left, other=0)
             p_ordinal += BX
-        if WRITER == "write":
+        if SAVES:
             _save_rows(p_snapshot, ordinal, raw, o_d, held, D)
         p_slot += BX
         p_decay += BX
@@ -214,7 +215,7 @@ def write_token(
         if ORDINALS:
             ordinal = tl.load(p_ordinal + o_y, mask=o_y < left, other=0)
             p_ordinal += BY
-        if WRITER == "write":
+        if SAVES:
             _save_rows(p_snapshot, ordinal, raw, o_d, held, D)
         p_slot += BY
         p_decay += BY

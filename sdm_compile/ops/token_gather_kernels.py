@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bound import KernelCall
-from .launch import eviction_hint
+from .bound import KernelCall, eviction_hint
 from .slot_entries_kernels import entry_dots_call, entry_weights_call
 from .slot_groups_kernels import empty_slot_groups, launch_slot_groups
 from .snapshot import StepRows

@@ -28,11 +28,9 @@ from torch import Tensor
 
 from .bitonic import log2, smallest
 from .bound import KernelCall
+from .topk_ranks import MAX_INT64, entry, entry_loss, key_column, rank
 
 _INF = tl.constexpr(math.inf)
-_NO_KEY = tl.constexpr(2.0 - 2.0**-23)  # PACKED, the last column's NaN: no other key is above it
-_MAX_INT32 = tl.constexpr(2**31 - 1)
-_MAX_INT64 = tl.constexpr(2**63 - 1)
 _NO_SLOT = tl.constexpr(2**30)  # above every slot that is an int32
 PACKED_COLUMNS = 2**14  # how many fit under a bfloat16 loss in a float32 key
 MAX_COLUMNS = 256  # ranked at once; no less than k may be
@@ -43,97 +41,6 @@ MAX_PROGRAMS = 8448
 def _half(h, k):
     """The places of the row of hook h, and of its column: no fewer than k for hook 0, k / (h + 1) - h for others."""
     return k if h == 0 else k // 2 if h < 3 else k // 4
-
-
-@triton.jit
-def _order(loss):
-    """int32 in the order of float32 losses that are not -0.0; NaN last, all equal."""
-    bits = loss.to(tl.int32, bitcast=True)
-    return tl.where(loss == loss, bits ^ ((bits >> 31) & _MAX_INT32), _MAX_INT32)
-
-
-@triton.jit
-def _key(loss, column, PACKED: tl.constexpr):
-    """A key in the order of loss and column.
-
-    PACKED: of a bfloat16 loss and 14 bits of the column, as a positive float32. Else int64.
-    """
-    if PACKED:
-        bits = ((_order(loss) >> 2) & -16384) + 2**29
-        return (bits | column).to(tl.float32, bitcast=True)
-    else:
-        return (_order(loss).to(tl.int64) << 32) | column
-
-
-@triton.jit
-def _key_column(key, PACKED: tl.constexpr):
-    if PACKED:
-        return key.to(tl.int32, bitcast=True) & 16383
-    else:
-        return key.to(tl.int32)
-
-
-@triton.jit
-def _entry(key, PACKED: tl.constexpr):
-    """What a list holds, as int64: the loss's bits above the column."""
-    if PACKED:
-        order = (key.to(tl.int32, bitcast=True) - 2**29) << 2
-        loss = (order ^ ((order >> 31) & _MAX_INT32)) & -65536
-    else:
-        order = (key >> 32).to(tl.int32)
-        loss = order ^ ((order >> 31) & _MAX_INT32)
-    return (loss.to(tl.int64) << 32) | _key_column(key, PACKED)
-
-
-@triton.jit
-def _entry_loss(entry):
-    return (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rank(
-    p_x, o_row, widths, WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr
-):
-    """The K (or N, if fewer) best of each row's columns as sorted keys; a row's first column is at p_x + o_row.
-
-    widths: the number of each row's columns; WIDTH: the largest of them. N: how many to sort at once. FULL: all
-    widths are N. Keys past a row's width are the largest, of a NaN.
-    """
-    INNER: tl.constexpr = min(N, 8 * (32 // min(o_row.shape[0], 32)))
-    o_n = tl.arange(0, N // INNER)[None, :, None] * INNER + tl.arange(0, INNER)[None, None, :]
-    if WIDTH <= N:
-        return _rank_tile(p_x, o_row, o_n, widths, N, K, PACKED, FULL, False)
-    else:
-        best = tl.full([o_row.shape[0], K], _NO_KEY if PACKED else _MAX_INT64, tl.float32 if PACKED else tl.int64)
-        for start in range(0, WIDTH, N):
-            tile = _rank_tile(p_x, o_row, start + o_n, widths, N, K, PACKED, FULL, True)
-            best = smallest(tl.minimum(best, tile), K, False, log2(K))
-        return best
-
-
-@triton.jit
-def _rank_tile(
-    p_x,
-    o_row,
-    o_n,
-    widths,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PACKED: tl.constexpr,
-    FULL: tl.constexpr,
-    DESCENDING: tl.constexpr,
-):
-    """The best of the columns o_n [1, N / INNER, INNER] of each row."""
-    p_x = p_x + o_row[:, None, None] + o_n
-    m_n = o_n < widths[:, None, None]
-    if FULL:
-        x = tl.load(p_x)
-    else:
-        x = tl.load(p_x, mask=m_n, other=0.0)
-    keys = _key(0.0 - x.to(tl.float32), o_n, PACKED)
-    if not FULL:
-        keys = tl.where(m_n, keys, _NO_KEY if PACKED else _MAX_INT64)
-    return smallest(tl.reshape(keys, [o_row.shape[0], N]), min(K, N), DESCENDING, 1)
 
 
 @triton.jit
@@ -159,7 +66,7 @@ def _is_pair(i, j, k: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr):
 def _pairs(p_a, p_b, i, j, N1: tl.constexpr, dtype: tl.constexpr):
     """Losses, and slots numbered within this fold."""
     a, b = tl.load(p_a + i), tl.load(p_b + j)
-    return _entry_loss(a) + _entry_loss(b), a.to(tl.int32).to(dtype) * N1 + b.to(tl.int32)
+    return entry_loss(a) + entry_loss(b), a.to(tl.int32).to(dtype) * N1 + b.to(tl.int32)
 
 
 @triton.jit
@@ -244,7 +151,7 @@ def _fold_kernel(
     """
     log_k: tl.constexpr = log2(K)
     dtype: tl.constexpr = tl.int32 if N0 * N1 <= _NO_SLOT else tl.int64
-    no_slot: tl.constexpr = _NO_SLOT if dtype == tl.int32 else _MAX_INT64
+    no_slot: tl.constexpr = _NO_SLOT if dtype == tl.int32 else MAX_INT64
     o_k = tl.arange(0, K)[None, :]
     # The list of prefixes and, after an entry for places without a pair, that of columns; then the chosen slots and the
     # tied ones. WORK is odd, lest lanes load more than one entry each, which would mix up their places in a list.
@@ -278,17 +185,17 @@ def _fold_kernel(
         tl.debug_barrier()  # the row before has read its slots
         if FIRST:
             o_both = tl.arange(0, 2)
-            keys = _rank(
+            keys = rank(
                 *(p_scores, row * WIDTH + o_both * OFFSET, N0 + o_both * (N1 - N0), max(N0, N1), BN0, K, PACKED, FULL)
             )
             o_n = o_both[:, None] * (K + 1) + tl.arange(0, min(K, BN0))[None, :]
-            tl.store(p_a + o_n, _entry(keys, PACKED))
+            tl.store(p_a + o_n, entry(keys, PACKED))
         else:
             o_one = tl.zeros([1], tl.int64)
-            keys = _rank(p_prefix, o_prefix + o_one, N0 + o_one, N0, BN0, K, False, False)
-            tl.store(p_a + tl.arange(0, min(K, BN0))[None, :], _entry(keys, False))
-            keys = _rank(p_scores, o_factor + o_one, N1 + o_one, N1, BN1, K, False, False)
-            tl.store(p_b + tl.arange(0, min(K, BN1))[None, :], _entry(keys, False))
+            keys = rank(p_prefix, o_prefix + o_one, N0 + o_one, N0, BN0, K, False, False)
+            tl.store(p_a + tl.arange(0, min(K, BN0))[None, :], entry(keys, False))
+            keys = rank(p_scores, o_factor + o_one, N1 + o_one, N1, BN1, K, False, False)
+            tl.store(p_b + tl.arange(0, min(K, BN1))[None, :], entry(keys, False))
         tl.debug_barrier()
 
         # Rows and columns of pairs ascend even with infinities of both signs, as NaN counts as infinite here.
@@ -384,8 +291,8 @@ def _one_factor_kernel(
     o_k = tl.arange(0, min(K, BN))[None, :]
     o_row = tl.program_id(0) + tl.zeros([1], tl.int64)
     m_out = o_k < k
-    keys = _rank(p_scores, o_row * N, N + tl.zeros([1], tl.int32), N, BN, K, PACKED, False)
-    columns = _smallest_slots(tl.where(o_k < k, _key_column(keys, PACKED), _NO_SLOT), min(K, BN), False, 1)
+    keys = rank(p_scores, o_row * N, N + tl.zeros([1], tl.int32), N, BN, K, PACKED, False)
+    columns = _smallest_slots(tl.where(o_k < k, key_column(keys, PACKED), _NO_SLOT), min(K, BN), False, 1)
     values = tl.load(p_scores + o_row[:, None] * N + columns, mask=m_out, other=0.0)
     tl.store(p_values + o_row[:, None] * k + o_k, values, mask=m_out)
     tl.store(p_ids + o_row[:, None] * k + o_k, columns.to(tl.int64), mask=m_out)

@@ -15,8 +15,9 @@ from .layout import StepGroups
 from .snapshot import CALL_MODES, RECOMPUTE, check_mode
 from .staging import stage_inputs, unstage_readings
 from .step_loop import couple, run_steps
-from .write_read_ops import Inputs, check_write_read, write_read_in_place_op, write_read_op, write_read_save_op
+from .write_read_ops import check_write_read, write_read_in_place_op, write_read_op, write_read_save_op
 from .write_read_recompute import write_read_recompute_op
+from .write_read_routes import Inputs
 
 
 def _write_read_composite(

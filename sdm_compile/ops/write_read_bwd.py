@@ -15,55 +15,9 @@ from torch import Tensor
 from .layout import Staged, WriteGroups
 from .phase1 import phase1_bwd_op, write_groups_cpu
 from .rows import add_rows_, group_sums, row_dots, store_rows_, weighted_rows
+from .saved import Saved
 from .snapshot import dequantize_rows
 from .staging import stage_inputs_bwd_op, unstage_readings_bwd_op
-
-
-class Saved(NamedTuple):
-    """What a saving forward keeps for its backward, beside its inputs and a bank, see `bank_to_keep`.
-
-    Which entries and groups a chunk has follows from its slots: the backward finds that again.
-
-    Ops pass it `flattened`: tracing asks of every dimension whether it is 1, so with one of size `steps` a graph would
-    serve either one step or several, not both.
-    """
-
-    retrieved: Tensor  # [steps, P, C, D], flattened [steps * P * C, D]
-    snapshot: Tensor  # [steps * P * E, *], undefined where there is no group
-    scales: Tensor  # [steps * P * E] or [0]
-    X: Tensor  # [steps, P, C, C]
-    QX: Tensor  # [steps, P, C, C]
-    k_eff: Tensor  # [steps, P, C, W]
-    q_w: Tensor  # [steps, P, C, R]
-    write_w: Tensor  # [steps, P, C, W]
-    A: Tensor  # [steps, P, C, C]
-    group_decay: Tensor  # [steps, P, E], flattened [steps * P * E]
-    # Of versions, see `row_versions_kernels`; else [0].
-    previous: Tensor  # [steps * P * E] int32, the row of the snapshot that a group's row was made from; -1: the bank's
-    latest: Tensor  # [num_slots] int32, the row of the snapshot with a slot's final version; -1: never written, as the
-    # forward has all slots at first
-
-    @property
-    def has_versions(self) -> bool:
-        """Whether the snapshot's rows are versions."""
-        return self.latest.shape[0] > 0
-
-    def flattened(self) -> Saved:
-        """The same memory without a dimension of size `steps`."""
-        rows = ("snapshot", "scales", "previous", "latest")
-        return self._replace(**{name: x.flatten(0, 2) for name, x in self._asdict().items() if name not in rows})
-
-    def unflattened(self, steps: int, streams: int, chunk_size: int, writes: int) -> Saved:
-        """The inverse of `flattened`."""
-        names = ("retrieved", "X", "QX", "k_eff", "q_w", "write_w", "A")
-        sizes = dict.fromkeys(names, (steps, streams, chunk_size))
-        sizes["group_decay"] = (steps, streams, chunk_size * writes)
-        return self._replace(**{name: getattr(self, name).unflatten(0, size) for name, size in sizes.items()})
-
-
-def no_versions(like: Tensor) -> dict[str, Tensor]:
-    """What stands in `Saved` for versions where there are none."""
-    return {name: like.new_empty(0, dtype=torch.int32) for name in ("previous", "latest")}
 
 
 class _StepGradients(NamedTuple):

@@ -24,6 +24,8 @@ from .dual_matmul_kernels import (
 )
 from .layout import Staged, empty, empty_staged
 from .phase1_bwd_kernels import Phase1BwdScratch, empty_phase1_bwd_sorted_scratch, launch_phase1_bwd_sorted
+from .saved import Saved
+from .slabs import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 from .slot_entries_kernels import entry_dots_call, entry_weights_call, row_numbers_call
 from .slot_groups_kernels import SlotGroups, SlotGroupsScratch, empty_slot_groups, launch_slot_groups
 from .snapshot import StepRows
@@ -40,8 +42,6 @@ from .step_bwd_kernels import (
 )
 from .step_table import StepAddress
 from .working_memory import Fill, in_turn, memory_bytes
-from .write_read_bwd import Saved
-from .write_read_cuda import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 
 KEPT = ("QX", "A", "k_eff", "q_w", "write_w", "group_decay")  # what a slab takes over of `Saved`
 

@@ -6,27 +6,28 @@ whose single step would exceed the bound runs in groups of streams. Neither chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .bound import MAX_GRID, KernelCall, aligned, each_step, launches_are_watched
+from .bound import KernelCall, each_step
 from .copy_kernels import copy_all
 from .decay_write_kernels import announce, decay_write_call
 from .dual_matmul_kernels import lower_matmul_call
-from .launch import Groups, replay, run_plainly
-from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged, num_steps
+from .layout import ChunkFields, Staged, StepGroups, WriteGroups, empty, empty_chunk_fields, empty_staged
 from .phase1_kernels import LEADS, Phase1Scratch, empty_phase1_scratch, launch_phase1
 from .repeats import repeat_count
 from .row_versions_kernels import Versions, version_links_call, version_rows_call
 from .row_writes_kernels import row_writes_call
-from .situation import Situation, current_situation
+from .saved import Saved
+from .slabs import MAX_FORMS, Shape, cut, of_streams, run_loops, step_address
 from .snapshot import (
     COMPACT,
+    KEEPS_NOTHING,
     NO_ROWS,
     SCALED_MODES,
     VERSIONS,
@@ -42,71 +43,13 @@ from .step_loop import run_in_order
 from .step_table import StepAddress
 from .token_gather_kernels import token_gather_call
 from .working_memory import Fill, in_turn, memory_bytes
-from .write_read_bwd import Saved
-
-SLAB_STEPS = 64  # of a slab at most: what one captured loop, or one launch, holds
-MAX_FORMS = 64  # of slabs, that are remembered
-SLABS = 4  # slabs that a call is cut into at least, as far as its steps go: one is prepared under another's steps
-
-
-def working_bytes(bank: Tensor, streams: int, training: bool) -> int:
-    """Working memory that a call may take, for two slabs: more where the bank or the batch is larger, never with T.
-
-    A training call keeps rows of gigabytes beside: with banks below 2 GiB it takes less. Measured on an H200 with one
-    of 1 GiB, ms of a train step with 160 and 225 MiB: 38.5 and 38.3 at a chunk of 64, 30.8 and 30.2 at one of 256.
-    """
-    MiB = 2**20
-    size = bank.numel() * bank.element_size()
-    most = min(max(160 * MiB, int(0.22 * size)), 480 * MiB) if training else 480 * MiB
-    by_bank = min(int(0.7 * size), most)
-    by_streams = min(streams * (6 if training else 4), 1024) * MiB
-    return max((32 if training else 64) * MiB, by_bank, by_streams)
-
-
-def slab_steps(steps: int, fits: Callable[[int], bool]) -> int:
-    """Steps per slab, a power of two, of a call of so many steps; `fits`: whether so many fit into working memory.
-
-    Measured on an H200 with launches for each step, ms per call: 512 steps in 8 slabs 12.9, in 15 13.2; 128 steps in
-    5, 10 and 20 slabs 12.5, 12.0 and 12.1; 16 steps of a chunk of 256 in 2, 4 and 8 slabs 5.6, 5.0 and 5.1, and, twice
-    as large, in 4 and 8 9.6 and 10.1.
-    """
-    size = 1 << (max(1, min(SLAB_STEPS, steps // SLABS)).bit_length() - 1)
-    while size > 1 and not fits(size):
-        size //= 2
-    return size
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Everything that a slab's launches depend on, besides addresses."""
-
-    steps: int
-    streams: int
-    chunk: int
-    writes: int
-    reads: int
-    gates: int
-    head_dim: int
-    num_slots: int
-    dtype: torch.dtype
-    precision: str
-
-    @staticmethod
-    def of(bank: Tensor, inputs: Sequence[Tensor], chunk: int) -> Shape:
-        """A slab of one step of one stream of a call."""
-        k_idx, _, _, _, g, q_idx, _ = inputs
-        sizes = (chunk, k_idx.shape[2], q_idx.shape[2], g.shape[2], bank.shape[1], bank.shape[0])
-        return Shape(1, 1, *sizes, bank.dtype, torch.get_float32_matmul_precision())
-
-
-ShapeT = TypeVar("ShapeT", bound=Shape)
 
 
 @dataclass(frozen=True)
 class ForwardShape(Shape):
     by_step: bool = False  # a launch for each step's stages, not one for all steps
     mode: str | None = None  # the form of the snapshot's rows; None: saves nothing
-    writer: str | None = None  # what stores them, see `KeptRows`
+    plan: SnapshotPlan = KEEPS_NOTHING
     all_streams: int = 0  # of the call, over which versions are numbered; 0 without them
 
 
@@ -145,7 +88,7 @@ def _slab_form(shape: ForwardShape) -> Slab:
         stepping: FlowMemory | StepMemory = StepMemory(*(make(size, dtype=torch.float32) for size in sizes))
     else:
         # What Phase 1 is the last to read, and then what the steps take.
-        flow = empty_flow_memory(*lead, shape.writes, shape.reads, shape.head_dim, like, shape.writer)
+        flow = empty_flow_memory(*lead, shape.writes, shape.reads, shape.head_dim, like, shape.plan)
         coupling, left = in_turn(
             dict(
                 scratch={name: x for name, x in scratch._asdict().items() if name not in LEADS},
@@ -180,11 +123,6 @@ class Saving(NamedTuple):
     mode: str
     declared: SnapshotPlan
 
-    @property
-    def writer(self) -> str | None:
-        """What stores rows, see `KeptRows`."""
-        return "versions" if self.declared.layout == VERSIONS else self.declared.writer
-
     def rows_of_write(self, step: int) -> StepRows | None:
         """What the write stage is given of a step to store rows in."""
         if self.declared.writer != "write":
@@ -193,7 +131,9 @@ class Saving(NamedTuple):
 
     def kept_rows(self, ordinals: Tensor | None, step: int) -> KeptRows:
         """What one launch for all steps from this one on is given to store rows in."""
-        return KeptRows(self.writer, ordinals, self.saved.snapshot[step], self.saved.retrieved[step], self.all_streams)
+        return KeptRows(
+            self.declared, ordinals, self.saved.snapshot[step], self.saved.retrieved[step], self.all_streams
+        )
 
     @property
     def all_streams(self) -> int:
@@ -352,11 +292,6 @@ class _SlabLoop:
             copy_all(list(kept.values()), [made[name] for name in kept])
 
 
-def step_address(x: Tensor, first: int) -> StepAddress:
-    """Of x [steps, *], from the step `first` on."""
-    return StepAddress(x[first], x.stride(0) * x.element_size())
-
-
 def write_read_cuda(
     bank: Tensor,
     inputs: Sequence[Tensor],
@@ -393,23 +328,6 @@ def write_read_cuda(
     return "triton by step" if runs_by_step(mode) else "triton in one launch"
 
 
-def run_loops(
-    kind: Hashable,
-    tensors: Sequence[Tensor],
-    loops: Callable[[], Groups],
-    addressed: Sequence[Tensor],
-    fill: Fill | None,
-) -> None:
-    """Runs a call's loops as the situation asks for, see `replay`; `addressed` is what a table would have to name."""
-    device = tensors[0].device
-    capturing = current_situation(device) is Situation.CAPTURING
-    # A tensor at an odd address would need kernels of its own in every captured loop.
-    if aligned([x.data_ptr() for x in addressed]) and not (capturing or launches_are_watched()):
-        replay((kind, torch.get_float32_matmul_precision()), tensors, loops, device, fill)
-    else:
-        run_plainly(loops(), device, fill)
-
-
 def runs_by_step(mode: str | None) -> bool:
     """Whether a forward that saves rows in this form, or none, takes launches for each step instead of one for all.
 
@@ -427,13 +345,12 @@ def call_loops(
     repeats: Tensor | None = None,
 ) -> Iterator[list[_SlabLoop]]:
     """A call's slabs in order: one list for each group of streams. repeats: the count to add to, if any."""
-    declared, mode = (SnapshotPlan(NO_ROWS, None), None) if saving is None else (saving.declared, saving.mode)
+    declared, mode = (KEEPS_NOTHING, None) if saving is None else (saving.declared, saving.mode)
     one = vars(Shape.of(bank, inputs, chunk_size))
-    writer = None if saving is None else saving.writer
     all_streams, payload = 0, None
-    if saving is not None and writer == "versions":
+    if saving is not None and declared.versions:
         all_streams, payload = inputs[0].shape[0], saving.saved.snapshot
-    shape = ForwardShape(**one, by_step=runs_by_step(mode), mode=mode, writer=writer, all_streams=all_streams)
+    shape = ForwardShape(**one, by_step=runs_by_step(mode), mode=mode, plan=declared, all_streams=all_streams)
     for streams, steps in cut(shape, bank, inputs, _slab_bytes, saving is not None, gently=not shape.by_step):
         part = tuple(x[streams] for x in inputs)
         count = part[0].shape[0]
@@ -453,56 +370,4 @@ def call_loops(
 
 def _layout_of(shape: ForwardShape) -> int:
     """Which layout the launches of a saving call of this shape are made for."""
-    return VERSIONS if shape.writer == "versions" and not shape.by_step else COMPACT
-
-
-def of_streams(saved: Saved, streams: slice) -> Saved:
-    """Of what all streams [P] saved, what some of them did; the snapshot's rows by step, too.
-
-    Versions are numbered over all of them.
-    """
-    steps, all_streams = saved.X.shape[:2]
-    rows = {name: getattr(saved, name) for name in ("snapshot", "scales")}
-    rows = {name: x.view(steps, all_streams, len(x) // (steps * all_streams), *x.shape[1:]) for name, x in rows.items()}
-    numbered = {name: getattr(saved, name) for name in ("previous", "latest")}
-    parts = {name: x[:, streams] for name, x in {**saved._asdict(), **rows}.items() if name not in numbered}
-    return Saved(**{name: x.flatten(1, 2) if name in rows else x for name, x in parts.items()}, **numbered)
-
-
-Cut = tuple[slice, list[tuple[int, int]]]
-
-
-def cut(
-    shape: ShapeT,
-    bank: Tensor,
-    inputs: Sequence[Tensor],
-    slab_bytes: Callable[[ShapeT], int],
-    training: bool,
-    gently: bool = False,
-) -> Iterator[Cut]:
-    """Groups of a call's streams, and the first step and the steps of each one's slabs, in order.
-
-    shape: a slab of one step of one stream. slab_bytes: the working memory of a slab. A slab has a power of two of
-    steps, and what is left at the end a half, a quarter and so on of it. gently: the first one is cut into a quarter, a
-    quarter and a half, as no steps run yet under which it could be prepared.
-    """
-    streams, tokens, _ = inputs[0].shape
-    if not streams or not tokens:
-        return
-    limit, left = working_bytes(bank, streams, training) // 2, num_steps(tokens, shape.chunk)
-    most = max(1, min(streams, limit // slab_bytes(shape), MAX_GRID // shape.chunk))
-    group = -(-streams // -(-streams // most))  # as even as it goes
-
-    def fits(steps: int) -> bool:
-        return steps * group <= MAX_GRID and slab_bytes(replace(shape, steps=steps, streams=group)) <= limit
-
-    steps, first, slabs = slab_steps(left, fits), 0, []
-    short = [steps // 2, steps // 4, steps // 4] if gently and steps >= 4 else []
-    while left > 0:
-        size = short.pop() if short else steps
-        while size > left:
-            size //= 2
-        slabs.append((first, size))
-        first, left = first + size, left - size
-    for p in range(0, streams, group):
-        yield slice(p, min(p + group, streams)), slabs
+    return VERSIONS if shape.plan.versions and not shape.by_step else COMPACT

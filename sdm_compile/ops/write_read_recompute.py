@@ -18,21 +18,16 @@ from .layout import empty, num_steps, wanted_gradients
 from .registry import register
 from .snapshot import RECOMPUTE, check_rows
 from .write_read_ops import (
-    CPU,
-    CUDA,
     INPUTS,
-    Inputs,
-    Route,
     bank_gradient,
     check_write_read,
-    empty_bank,
     empty_call_gradients,
-    empty_readings,
     input_gradients,
     only_wanted,
     plan_call,
     record_call,
 )
+from .write_read_routes import CPU, CUDA, Inputs, Route, empty_bank, empty_readings
 
 
 def segments(num_slots: int, k_idx: Tensor, chunk_size: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdm_compile import last_dispatch, product_key_topk, sdm_decode_step, sdm_write_read, sdm_write_read_
-from sdm_compile.ops import write_read_cuda
+from sdm_compile.ops import slabs, write_read_cuda
 from sdm_compile.ops.launch import captured_loops, free_captured_loops
 from tests.cases import SEVERAL, Case
 from tests.harness import OpCase, Sample, assert_close, assert_same_bits, tensors
@@ -87,9 +87,9 @@ def test_every_way_to_run_a_call_gives_the_same_bits(
         odd = torch.empty(memory.numel() + 1, dtype=dtype, device="cuda")[1:].view_as(memory).copy_(memory)
         assert_close(sdm_write_read(odd, *inputs, **settings), expected)
 
-        monkeypatch.setattr(write_read_cuda, "SLABS", 1)
+        monkeypatch.setattr(slabs, "SLABS", 1)
         assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
-        monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)
+        monkeypatch.setattr(slabs, "working_bytes", lambda *args: 1)
         assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -110,9 +110,9 @@ def test_many_steps_in_any_slabs_launched_either_way(dtype: torch.dtype, monkeyp
         assert_close([x.cpu() for x in expected], sdm_write_read(*exactly((memory, *inputs)), **settings))
         for by_step in (False, True):
             monkeypatch.setattr(write_read_cuda, "runs_by_step", lambda *_, chosen=by_step: chosen)
-            for slabs, steps in ((1, 64), (4, 64), (1, 4), (1, 1)):
-                monkeypatch.setattr(write_read_cuda, "SLABS", slabs)
-                monkeypatch.setattr(write_read_cuda, "SLAB_STEPS", steps)
+            for least, steps in ((1, 64), (4, 64), (1, 4), (1, 1)):
+                monkeypatch.setattr(slabs, "SLABS", least)
+                monkeypatch.setattr(slabs, "SLAB_STEPS", steps)
                 free_captured_loops()  # and what is known of calls like this one
                 for _ in range(15):
                     assert_same_bits(sdm_write_read(memory, *inputs, **settings), expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdm_compile import last_dispatch, sdm_write_read
-from sdm_compile.ops import snapshot, write_read_cuda, write_read_ops
+from sdm_compile.ops import slabs, snapshot, write_read_cuda, write_read_ops
 from sdm_compile.ops.launch import free_captured_loops
 from sdm_compile.ops.situation import Situation
 from sdm_compile.ops.snapshot import (
@@ -103,8 +103,8 @@ def test_versions_have_compact_rows_bits(case: Case, dtype: torch.dtype, monkeyp
         assert_same_bits(train(leaves(inputs), case.chunk_size), expected)
     assert last_dispatch().forward.layout == VERSIONS
     assert_same_bits(replayed(inputs, case.chunk_size), expected)
-    monkeypatch.setattr(write_read_cuda, "SLABS", 10**6)
-    monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)
+    monkeypatch.setattr(slabs, "SLABS", 10**6)
+    monkeypatch.setattr(slabs, "working_bytes", lambda *args: 1)
     free_captured_loops()
     assert_same_bits(train(leaves(inputs), case.chunk_size), expected)
 
@@ -211,9 +211,9 @@ def test_many_steps_over_and_over(dtype: torch.dtype, monkeypatch: pytest.Monkey
     inputs = MANY_STEPS.make(dtype)
     expected = train(leaves(inputs), 32)
     assert_near(expected, train(leaves(inputs, "cpu", exact=True), 32), TOLERANCES[dtype])
-    for slabs, steps in ((4, 64), (1, 64), (1, 4), (1, 1)):
-        monkeypatch.setattr(write_read_cuda, "SLABS", slabs)
-        monkeypatch.setattr(write_read_cuda, "SLAB_STEPS", steps)
+    for least, steps in ((4, 64), (1, 64), (1, 4), (1, 1)):
+        monkeypatch.setattr(slabs, "SLABS", least)
+        monkeypatch.setattr(slabs, "SLAB_STEPS", steps)
         for writer in ("write", "gather"):
             monkeypatch.setattr(write_read_ops, "plan_snapshot", lambda *_, w=writer: SnapshotPlan(COMPACT, w))
             for _ in range(4):

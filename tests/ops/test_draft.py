@@ -186,7 +186,7 @@ def test_pending_goes_through_files_and_keys() -> None:
     _, pending = sdm_draft(*inputs)
     leaves, spec = pytree.tree_flatten(pending)
     rebuilt = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
-    assert rebuilt.bank is None
+    assert rebuilt.mark is None
     named, _ = pytree.tree_flatten_with_path(pending)
     assert [pytree.keystr(path) for path, _ in named] == [".new_rows", ".slots"]
     assert all(x is leaf for (_, x), leaf in zip(named, leaves, strict=True))

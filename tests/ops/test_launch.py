@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sdm_compile.ops import write_read_ops
+from sdm_compile.ops.saved import Saved
 from sdm_compile.ops.snapshot import COMPACT, SCALED_MODES, VERSIONS, SnapshotPlan, dequantize_rows
-from sdm_compile.ops.write_read_bwd import Saved
 from sdm_compile.ops.write_read_ops import CPU, CUDA, bank_gradient, bank_to_keep, input_gradients, plan_call
 from sdm_compile.ops.write_read_recompute import _segment_backward
 from tests.cases import RAGGED, TANGLED, Case, group_slots
@@ -31,7 +31,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted
 from tests.loops import filled_gradient
 
 pytest.importorskip("triton")
-from sdm_compile.ops import launch, recorded, write_read_cuda
+from sdm_compile.ops import launch, recorded, slabs
 from sdm_compile.ops.bound import KernelCall
 from sdm_compile.ops.launch import captured_loops, free_captured_loops
 
@@ -89,8 +89,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGraph]]:
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(launch, "_captured_graph", capture)
-    monkeypatch.setattr(write_read_cuda, "launches_are_watched", lambda: False)
-    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda steps, fits: 2)
+    monkeypatch.setattr(slabs, "launches_are_watched", lambda: False)
+    monkeypatch.setattr(slabs, "slab_steps", lambda steps, fits: 2)
     free_captured_loops()
     yield captured
     free_captured_loops()
@@ -294,13 +294,13 @@ def test_a_call_in_groups_of_streams_has_captures_of_its_own(
     """Rows are numbered over all streams of a call, of which a group has as many as another call as a whole."""
     one = Case("two streams", streams=2, tokens=16, writes=3, reads=4, head_dim=8, slots=8, chunk_size=4)
     two = replace(one, streams=4, slots=4)
-    monkeypatch.setattr(write_read_cuda, "MAX_GRID", 8)
+    monkeypatch.setattr(slabs, "MAX_GRID", 8)
     expected = copies(on_cuda(two, "none", 1))
     free_captured_loops()
-    monkeypatch.setattr(write_read_cuda, "MAX_GRID", 65535)
+    monkeypatch.setattr(slabs, "MAX_GRID", 65535)
     for _ in range(2):  # the first backward takes more memory, and so the forward's captures
         on_cuda(one, "none", 0)
-    monkeypatch.setattr(write_read_cuda, "MAX_GRID", 8)
+    monkeypatch.setattr(slabs, "MAX_GRID", 8)
     assert_same_bits(copies(on_cuda(two, "none", 1)), expected)
 
 

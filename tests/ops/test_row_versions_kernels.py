@@ -20,7 +20,7 @@ from tests.harness import assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
-from sdm_compile.ops import slot_parts, write_read_cuda
+from sdm_compile.ops import slabs, slot_parts
 from sdm_compile.ops.row_versions_kernels import (
     Versions,
     latest_rows_call,
@@ -169,5 +169,5 @@ def test_in_bfloat16() -> None:
 def test_groups_of_streams_have_the_same_bits() -> None:
     case = CASES[-1]
     expected = train(case, "versions", 2)
-    with patch.object(write_read_cuda, "working_bytes", lambda *args: 1):  # a stream at a time
+    with patch.object(slabs, "working_bytes", lambda *args: 1):  # a stream at a time
         assert_same_bits(train(case, "versions", 2), expected)

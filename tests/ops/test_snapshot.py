@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from sdm_compile import UnsupportedConfigurationError, repeated_write_slots, sdm_write_read
 from sdm_compile.ops import write_read_ops
+from sdm_compile.ops.saved import empty_saved
 from sdm_compile.ops.situation import Situation
 from sdm_compile.ops.snapshot import (
     COMPACT,
@@ -117,6 +118,6 @@ def test_what_is_kept_needs_no_graph_for_each_number_of_tokens() -> None:
     )
     with mode:
         memory = torch.empty(20, 132)
-        saved = write_read_ops.empty_saved(memory, k_idx, k_idx, 16, "none", versions=True)
+        saved = empty_saved(memory, k_idx, k_idx, 16, "none", versions=True)
     assert saved.has_versions and saved.latest.shape == (20,) and saved.previous.shape == saved.snapshot.shape[:1]
     assert not shapes.guards

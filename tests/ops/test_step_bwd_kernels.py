@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sdm_compile.ops.layout import Staged, WriteGroups
 from sdm_compile.ops.phase1 import phase1
+from sdm_compile.ops.saved import Saved, no_versions
 from sdm_compile.ops.snapshot import SNAPSHOT_MODES, StepRows, quantize_rows
-from sdm_compile.ops.write_read_bwd import Saved, _step_backward, no_versions
+from sdm_compile.ops.write_read_bwd import _step_backward
 from tests.compiled import compile_call
 from tests.harness import assert_close, assert_same_bits
 from tests.interpreted import in_the_interpreter, run_interpreted, without_the_interpreter

@@ -28,7 +28,7 @@ from tests.interpreted import in_the_interpreter, run_interpreted, without_the_i
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
-from sdm_compile.ops import step_flow_kernels, step_flow_programs, write_read_cuda
+from sdm_compile.ops import slabs, step_flow_kernels, step_flow_programs, write_read_cuda
 from sdm_compile.ops.bound import KernelCall
 from sdm_compile.ops.launch import own_memory
 from sdm_compile.ops.step_flow_kernels import StepFlowConfig
@@ -145,7 +145,7 @@ def test_ids_beyond_the_bank_are_no_slots(writer: str) -> None:
         bank, readings = memory.clone(), torch.zeros_like(inputs[2])
         saving = loops.saving_of(WIDE, memory, inputs, "none", writer)
         saving.saved.snapshot.fill_(7.0)
-        with patch.object(write_read_cuda, "slab_steps", lambda steps, fits: 1):
+        with patch.object(slabs, "slab_steps", lambda steps, fits: 1):
             [[loop, *_]] = write_read_cuda.call_loops(bank, inputs, WIDE.chunk_size, readings, saving)
         slab = own_memory(loop, bank.device)
         loop.stage(slab)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from sdm_compile import repeated_write_slots
-from sdm_compile.ops.write_read_bwd import Saved
+from sdm_compile.ops.saved import Saved
+from sdm_compile.ops.snapshot import COMPACT, KEEPS_NOTHING, VERSIONS, SnapshotPlan
 from sdm_compile.ops.write_read_ops import CPU, input_gradients, plan_call
 from tests.cases import RAGGED, REUSE, SIGNED, TANGLED, Case, group_slots
 from tests.harness import assert_close, assert_same_bits, normal_like
 from tests.interpreted import in_the_interpreter, run_interpreted
 
 pytest.importorskip("triton")
-from sdm_compile.ops import write_read_cuda
+from sdm_compile.ops import slabs, write_read_cuda
 from sdm_compile.ops.write_read_bwd_cuda import call_of
 from tests import loops
 
@@ -102,7 +103,7 @@ def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
         return [got_readings, bank, *saved._replace(snapshot=rows_of_groups(saved, case)[0]), *grads]
 
     whole = everything()
-    monkeypatch.setattr(write_read_cuda, "working_bytes", lambda *args: 1)  # a stream at a time
+    monkeypatch.setattr(slabs, "working_bytes", lambda *args: 1)  # a stream at a time
     assert_same_bits(everything(), whole)
 
 
@@ -116,7 +117,7 @@ def test_groups_of_streams_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
 def test_working_memory_of_a_call(bank: int, streams: int, training: bool, expected: int) -> None:
     """In MiB; the bank in bytes."""
     rows = torch.empty(bank // 2, 1, dtype=torch.bfloat16, device="meta")
-    assert write_read_cuda.working_bytes(rows, streams, training) // 2**20 == expected
+    assert slabs.working_bytes(rows, streams, training) // 2**20 == expected
 
 
 @pytest.mark.parametrize(
@@ -124,27 +125,35 @@ def test_working_memory_of_a_call(bank: int, streams: int, training: bool, expec
 )
 def test_steps_of_a_slab(steps: int, most: int, expected: int) -> None:
     """As many as fit, but a call has four slabs or more, of 64 steps at most."""
-    assert write_read_cuda.slab_steps(steps, lambda size: size <= most) == expected
+    assert slabs.slab_steps(steps, lambda size: size <= most) == expected
 
 
 @pytest.mark.parametrize("streams", [1, 8, 97])
-@pytest.mark.parametrize(("mode", "writer"), [(None, None), ("none", "gather"), ("none", "write"), ("int4", "write")])
+@pytest.mark.parametrize(
+    ("mode", "plan"),
+    [
+        (None, KEEPS_NOTHING),
+        ("none", SnapshotPlan(COMPACT, "gather")),
+        ("none", SnapshotPlan(COMPACT, "write")),
+        ("none", SnapshotPlan(VERSIONS, "write")),
+        ("int4", SnapshotPlan(COMPACT, "write")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("slots", "chunk", "writes"), [(2**16, 64, 16), (2**12, 256, 128), (2**20, 128, 128)])
 def test_slabs_take_no_more_than_they_may(
-    streams: int, mode: str | None, writer: str | None, slots: int, chunk: int, writes: int
+    streams: int, mode: str | None, plan: SnapshotPlan, slots: int, chunk: int, writes: int
 ) -> None:
     """And a larger one would: of the memory of a call, whose half each of two slabs has."""
     bank = torch.empty(slots, 96, dtype=torch.bfloat16, device="meta")
     inputs = [torch.empty(streams, 40 * chunk + 1, width, device="meta") for width in (writes, writes, 96, 1, 1, 5, 5)]
-    one = write_read_cuda.Shape.of(bank, inputs, chunk)
-    shape = write_read_cuda.ForwardShape(
-        **vars(one), by_step=write_read_cuda.runs_by_step(mode), mode=mode, writer=writer
-    )
+    one = slabs.Shape.of(bank, inputs, chunk)
+    shape = write_read_cuda.ForwardShape(**vars(one), by_step=write_read_cuda.runs_by_step(mode), mode=mode, plan=plan)
     slab_bytes, training = write_read_cuda._slab_bytes, mode is not None
-    limit, seen = write_read_cuda.working_bytes(bank, streams, training) // 2, 0
-    for part, slabs in write_read_cuda.cut(shape, bank, inputs, slab_bytes, training):
-        count, largest = part.stop - part.start, max(size for _, size in slabs)
-        assert sum(size for _, size in slabs) == 41
+    limit, seen = slabs.working_bytes(bank, streams, training) // 2, 0
+    for part, steps in slabs.cut(shape, bank, inputs, slab_bytes, training):
+        count, largest = part.stop - part.start, max(size for _, size in steps)
+        assert sum(size for _, size in steps) == 41
         assert slab_bytes(replace(shape, streams=count, steps=largest)) <= limit or largest == count == 1
         if largest < 8 and seen == 0:  # 8 steps: a quarter of 41; other groups may have fewer streams
             assert slab_bytes(replace(shape, streams=count, steps=2 * largest)) > limit
@@ -163,13 +172,13 @@ def test_slabs_take_no_more_than_they_may(
 )
 def test_slabs_of_a_call(tokens: int, gently: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of 5 tokens, and slabs of 8 steps: in order, and no step is left out."""
-    monkeypatch.setattr(write_read_cuda, "slab_steps", lambda steps, fits: 8)
+    monkeypatch.setattr(slabs, "slab_steps", lambda steps, fits: 8)
     memory, *inputs = replace(RAGGED, tokens=tokens).make(torch.float32)
-    shape = write_read_cuda.Shape.of(memory, inputs, 5)
-    [(streams, slabs)] = write_read_cuda.cut(shape, memory, inputs, lambda shape: 1, training=False, gently=gently)
+    shape = slabs.Shape.of(memory, inputs, 5)
+    [(streams, steps)] = slabs.cut(shape, memory, inputs, lambda shape: 1, training=False, gently=gently)
     assert streams == slice(0, RAGGED.streams)
-    assert [size for _, size in slabs] == expected
-    assert [first for first, _ in slabs] == [sum(expected[:n]) for n in range(len(expected))]
+    assert [size for _, size in steps] == expected
+    assert [first for first, _ in steps] == [sum(expected[:n]) for n in range(len(expected))]
 
 
 # Which of the readings and the final bank have a gradient, in which mode, and the steps of the slabs. The interpreter

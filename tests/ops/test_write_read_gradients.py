@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sdm_compile import reference, repeated_write_slots, sdm_write_read, sdm_write_read_
-from sdm_compile.ops.write_read_ops import empty_saved
+from sdm_compile.ops.saved import empty_saved
 from sdm_compile.ops.write_read_recompute import segments
 from tests.calls import call
 from tests.cases import FLOATS, RAGGED, REUSE, SEVERAL, Case, Inputs, gradients, upstream, values_and_gradients

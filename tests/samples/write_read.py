@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdm_compile import reference
 from sdm_compile.ops.checks import accumulate_dtype
-from sdm_compile.ops.write_read_bwd import Saved, no_versions
+from sdm_compile.ops.saved import Saved, no_versions
 from sdm_compile.ops.write_read_recompute import segments
 from tests.cases import Case, Inputs, group_slots
 from tests.harness import OpCase, Sample, masked, normal_like, vjp
