@@ -278,9 +278,10 @@ def _keep_previous(path: Path) -> None:
     """Moves the checkpoint of an earlier run out of the way, if there is one."""
     if path.exists():
         kept = path.with_name(f"previous-{path.name}")
+        instead = ", in place of the one that was kept there" if kept.exists() else ""
         with _refusals():
             path.replace(kept)
-        print(f"the checkpoint of an earlier run is kept as {kept}")
+        print(f"the checkpoint of an earlier run is kept as {kept}{instead}")
 
 
 def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]:
@@ -299,7 +300,10 @@ def _resumed_run(args: argparse.Namespace, path: Path) -> tuple[Trainer, Corpus]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise ValueError(f"{error}; if the run's text has moved, say with --text where it is now") from error
     if corpus.digest != checkpoint.digest:
-        raise ValueError("the text is not the one that the run began with")
+        text = ", ".join(config.text) or "the built-in one"
+        raise ValueError(
+            f"the text ({text}) is not the one that the run began with: give its files, unchanged and in the same order"
+        )
     trainer = Trainer(checkpoint.model, config, pick_device(args.device))
     trainer.load_tensors(checkpoint.tensors)
     trainer.step, trainer.start_bits = checkpoint.step, checkpoint.start_bits

@@ -105,12 +105,18 @@ class SparseDeltaMemoryConfig:
 
     def _check_factors(self) -> None:
         if self.product_key_factor_dims is None:
-            if math.isqrt(self.slots_per_head) ** 2 != self.slots_per_head:
+            root = math.isqrt(self.slots_per_head)
+            if root**2 != self.slots_per_head:
                 raise ValueError(
-                    f"slots_per_head is {self.slots_per_head}, not a square; choose a square or set "
-                    "product_key_factor_dims"
+                    f"slots_per_head is {self.slots_per_head}, not a square; choose a square, such as {root**2} or "
+                    f"{(root + 1) ** 2}, or set product_key_factor_dims"
                 )
             return
+        if isinstance(self.product_key_factor_dims, int):
+            raise ValueError(
+                f"product_key_factor_dims is {self.product_key_factor_dims}; expected the width of each factor, "
+                "such as (16, 16)"
+            )
         factors = tuple(self.product_key_factor_dims)
         if not factors or any(type(n) is not int or n < 1 for n in factors):
             raise ValueError(f"product_key_factor_dims is {factors}; it must be one or more integers of at least 1")

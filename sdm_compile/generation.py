@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .graphs import DecodeGraph
 from .lm import LanguageModel
-from .training import Forward
+from .training import MAX_SEED, Forward
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
@@ -49,7 +49,7 @@ def generate(
         temperature, top_p: see `sample`.
         seed: of the draws.
     Raises:
-        ValueError: an empty prompt, a negative temperature, or top_p outside (0, 1].
+        ValueError: an empty prompt, a negative temperature, top_p outside (0, 1], or a seed outside 0 to 2**32 - 1.
     """
     if not prompt:
         raise ValueError("the prompt must hold at least one byte")
@@ -57,6 +57,8 @@ def generate(
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {seed}")
     return _generate(model, forward, prompt, temperature, top_p, torch.Generator().manual_seed(seed))
 
 

@@ -25,6 +25,7 @@ from .ops import (
     sdm_write_read,
     sdm_write_read_,
 )
+from .ops.checks import UnsupportedConfigurationError
 from .ops.draft import check_accepted
 from .ops.situation import runs_now
 from .state import SDMState
@@ -38,10 +39,14 @@ class SparseDeltaMemory(nn.Module):
 
     Args:
         config: the settings.
+    Raises:
+        TypeError: config is something else.
     """
 
     def __init__(self, config: SparseDeltaMemoryConfig) -> None:
         super().__init__()
+        if not isinstance(config, SparseDeltaMemoryConfig):
+            raise TypeError(f"config is a {type(config).__name__}; expected a SparseDeltaMemoryConfig")
         self.config = config
         dim, heads, head_dim, key_size = config.dim, config.num_heads, config.head_dim, config.key_size
         self.Wq_read = nn.Linear(dim, key_size)
@@ -93,7 +98,11 @@ class SparseDeltaMemory(nn.Module):
         Returns:
             A state of ordinary tensors, also under `torch.inference_mode()`. With grad mode on, gradients flow
             through it to `memory`, as they do without a state.
+        Raises:
+            ValueError: batch is no int of at least 0.
         """
+        if not isinstance(batch, int | torch.SymInt) or batch < 0:
+            raise ValueError(f"batch is {batch!r}; expected the number of sequences, an int of at least 0")
         weight = self.Wv_write.weight
         with_grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
@@ -117,7 +126,8 @@ class SparseDeltaMemory(nn.Module):
             y: [B, T, dim].
             state: the memory after the last token, in the dtype of the passed state's, else that of `Wv_write(x)`.
         Raises:
-            ValueError: x, the state's bank or its entries have the wrong shape, dtype or device.
+            ValueError: x, the state's bank or its entries have the wrong shape, dtype or device; float16 is an
+            UnsupportedConfigurationError. TypeError: the state is something else.
             IndexError: an entry at or above the capacity (CPU).
         """
         config = self.config
@@ -193,6 +203,11 @@ class SparseDeltaMemory(nn.Module):
     def _check(self, x: Tensor, state: SDMState | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {self.config.dim}")
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        if (torch.get_autocast_dtype(device) if autocast else x.dtype) == torch.float16:
+            got = "autocast is for torch.float16" if autocast else "x has dtype torch.float16"
+            raise UnsupportedConfigurationError(f"{got}; the layer computes in bfloat16 or float32")
         if state is not None:
             if not isinstance(state, SDMState):
                 raise TypeError(f"state is a {type(state).__name__}; expected an SDMState, or None for the beginning")
@@ -293,6 +308,8 @@ class SparseDeltaMemory(nn.Module):
 
     def _check_pool(self, bank: Tensor, entries: Tensor, batch: int) -> None:
         capacity = self.capacity(bank, least=1)
+        if not isinstance(entries, Tensor):
+            raise TypeError(f"the state's entries are a {type(entries).__name__}; expected an int64 tensor [B]")
         if entries.dim() != 1 or entries.shape[0] != batch:
             raise ValueError(f"the state's entries have shape {tuple(entries.shape)}; expected {(batch,)}, the batch")
         if entries.dtype != torch.int64:
@@ -303,7 +320,7 @@ class SparseDeltaMemory(nn.Module):
             highest = int(entries.max())
             if highest >= capacity:
                 raise IndexError(
-                    f"the state's entries hold {highest}, but its bank is a pool of {capacity}; entries are 0 to "
+                    f"the state's entries name entry {highest} of a bank with room for {capacity}; they are 0 to "
                     f"{capacity - 1}, or negative for padding"
                 )
 

@@ -90,6 +90,11 @@ class LMState:
     tails: list[Tensor]
     entries: Tensor | None = None
 
+    @property
+    def sequences(self) -> int | None:
+        """How many it has room for, if it has tails."""
+        return self.tails[0].shape[0] if self.tails else None
+
     def at(self, entries: Tensor | None) -> LMState:
         """The same memories and tails, of which a call advances these entries."""
         return LMState(self.memories, self.tails, entries)

@@ -24,6 +24,7 @@ from .text import Corpus
 Forward = Callable[..., tuple[Tensor, LMState]]  # a LanguageModel, compiled or not
 
 MAX_NORM = 1.0  # of all gradients together
+MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class TrainConfig:
         for name, least in (("steps", 0), ("batch", 1), ("length", 1), ("warmup", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.seed > MAX_SEED:
+            raise ValueError(f"seed must be at most {MAX_SEED}, got {self.seed}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 

@@ -277,7 +277,9 @@ def test_new_run_keeps_the_previous_checkpoint(text: Path, tmp_path: Path, capfd
     assert main(settings(text, out, seed=1)) == 0
     kept = out / f"previous-{cli.CHECKPOINT}"
     assert kept.read_bytes() == old
-    assert f"kept as {kept}" in capfd.readouterr().out
+    assert f"kept as {kept}\n" in capfd.readouterr().out
+    assert main(settings(text, out, seed=2)) == 0
+    assert f"kept as {kept}, in place of the one that was kept there" in capfd.readouterr().out
 
 
 def test_refusals(text: Path, tmp_path: Path) -> None:
@@ -402,6 +404,9 @@ def test_generation(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
         run("--top-p", "0")
     with pytest.raises(SystemExit, match="at least one byte"):
         run("--prompt", "")
+    for seed in ("-1", str(2**32)):
+        with pytest.raises(SystemExit, match=f"seed must be from 0 to 4294967295, got {seed}"):
+            run("--seed", seed)
 
 
 # The machine

@@ -420,7 +420,7 @@ def test_wrong_entries_are_refused_before_anything_is_written(model: LanguageMod
     wrong = [
         (pool.at(entries[:1]), ValueError, r"entries have shape \(1,\)"),
         (pool.at(entries.int()), ValueError, "entries have dtype torch.int32"),
-        (pool.at(entries + 1), IndexError, "entries hold 3, but its bank is a pool of 3;"),
+        (pool.at(entries + 1), IndexError, "entries name entry 3 of a bank with room for 3;"),
         (LMState([m.at(entries) for m in pool.memories], pool.tails), ValueError, "give them to all: state.at"),
         (LMState(pool.memories, [pool.tails[0], more.tails[1]], entries), ValueError, r"expected \(3, 2, 12\)"),
         (LMState([pool.memories[0], more.memories[1]], pool.tails, entries), ValueError, r"expected \(4, 2, 12\)"),

@@ -130,7 +130,8 @@ def test_weight_decay_exceptions() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"steps": -1}, {"batch": 0}, {"length": 0}, {"lr": 0.0}, {"lr": math.nan}, {"seed": -1}]
+    "setting",
+    [{"steps": -1}, {"batch": 0}, {"length": 0}, {"lr": 0.0}, {"lr": math.nan}, {"seed": -1}, {"seed": 2**32}],
 )
 def test_bad_training_settings(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):

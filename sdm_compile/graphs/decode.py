@@ -151,6 +151,8 @@ class DecodeGraph:
             return step.outputs(rows)
 
     def _sizes(self, wanted: Sequence[int] | None, batch: int) -> tuple[int, ...]:
+        if wanted is not None and not isinstance(wanted, Iterable):
+            raise TypeError(f"batch_sizes is {wanted!r}; expected ints, such as (1, {batch})")
         sizes = (batch,) if wanted is None else tuple(sorted(set(wanted)))
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"batch_sizes are {wanted}; expected at least one int above 0")
@@ -183,7 +185,10 @@ class DecodeGraph:
             return rows
         if not self._choosing:
             raise ValueError("entries were given, but nothing in the state has a method `at(entries)`, or not pooled")
-        _check_tensors("entries", [entries])
+        if not isinstance(entries, Tensor):
+            raise TypeError(
+                f"entries is a {type(entries).__name__}; expected an int64 tensor [{rows}] on {self.device}"
+            )
         if (entries.shape, entries.dtype, entries.device) != ((rows,), torch.int64, self.device):
             raise ValueError(
                 f"entries have shape {list(entries.shape)}, {entries.dtype}, on {entries.device}; expected [{rows}], "

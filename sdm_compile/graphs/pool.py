@@ -37,6 +37,7 @@ class StatePool(Generic[State]):
         state: a pytree of contiguous tensors, each of which consists of `capacity` equal parts along its first
             dimension, one per entry: `init_state(capacity)` of a layer or model. Used in place.
         initial: the same for one entry, such as `init_state(1)`: what an entry starts from. The pool keeps a copy.
+            An LMState of more sequences is refused; an SDMState does not tell how many it has.
     Attributes:
         state: the whole of it, outside the autograd graph; the tensors stay at their addresses.
         capacity: the number of entries.
@@ -253,6 +254,9 @@ def _capacity(state: Any, initial: Any) -> int:
         if not leaf.is_contiguous():
             raise ValueError(f"tensor {i} of the state has strides {leaf.stride()}; a pool needs it contiguous")
         capacities.add(leaf.shape[0] // part.shape[0])
+    for part in pytree.tree_leaves(initial, is_leaf=chooses):
+        if getattr(part, "sequences", 1) != 1:
+            raise ValueError(f"initial is a state of {part.sequences} sequences; expected one, as init_state(1) gives")
     if len(capacities) != 1 or 0 in capacities:
         raise ValueError(f"the state's tensors have room for {sorted(capacities)} entries; expected one number above 0")
     return int(capacities.pop())

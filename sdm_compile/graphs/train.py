@@ -85,7 +85,7 @@ class TrainGraph:
         max_graphs: how many shapes of batches are captured; steps of any others are eager.
     Raises:
         ValueError: a setting out of range; parameters on several devices, or none; an optimizer that cannot be
-            captured.
+            captured. TypeError: optimizer or autocast is something else.
         CaptureError: a CUDA graph is being captured.
     """
 
@@ -100,9 +100,13 @@ class TrainGraph:
         autocast: torch.dtype | None = None,
         max_graphs: int = 4,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         for name, value in (("accumulate", accumulate), ("max_graphs", max_graphs)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if autocast is not None and not isinstance(autocast, torch.dtype):
+            raise TypeError(f"autocast is {autocast!r}; expected a dtype, such as torch.bfloat16, or None")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, or None for no clipping, got {max_norm}")
         self.model, self.optimizer, self.max_graphs = model, optimizer, max_graphs

@@ -232,8 +232,8 @@ class SDMPending:
         if now.version != self.mark.version:
             raise RuntimeError(
                 f"memory has been written to since the draft (then version {self.mark.version}, now {now.version}), by "
-                "a commit of this draft, a step, another request of the same pool, or a DecodeGraph that was made of "
-                "its state: draft again"
+                "a commit of this draft, a step, another request of the same pool (its `acquire` is a write), or a "
+                "DecodeGraph that was made of its state: draft again"
             )
 
 

@@ -137,6 +137,7 @@ def _autograd_kernel(
             "forward": staticmethod(forward),
             "setup_context": staticmethod(setup_context),
             "backward": staticmethod(backward),
+            "jvp": staticmethod(_raising_jvp(op)),
         },
     )
     # Function.apply would open a functorch level of its own; this kernel already runs inside the one that called it.
@@ -234,6 +235,13 @@ def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., A
 
 def _no_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
+
+
+def _raising_jvp(op: RegisteredOp) -> Callable[..., Any]:
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"sdm::{op.name} does not support forward-mode AD; reverse mode works")
+
+    return jvp
 
 
 def _raising_backward(op: RegisteredOp) -> Callable[..., Any]:

@@ -228,7 +228,10 @@ def product_key_topk(scores: Tensor, factors: Sequence[int], k: int) -> tuple[Te
     Raises:
         ValueError: the widths do not fit `scores`, or k exceeds the number of slots.
         UnsupportedConfigurationError: a dtype not named above, k out of 1..256, or more than 2**61 slots.
+        TypeError: factors is one int.
     Note: deterministic, also backward: each value's gradient is added to the F columns that its slot was chosen by.
     Equal scores at the last place: the smaller slot id wins; NaN ranks last. SPEC section 6.
     """
+    if isinstance(factors, int):
+        raise TypeError(f"factors is {factors}; expected the width of each factor, such as [{factors}, {factors}]")
     return _topk(scores, list(factors), k)

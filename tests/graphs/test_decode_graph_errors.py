@@ -33,7 +33,7 @@ def test_wrong_calls(device: str) -> None:
         (ValueError, r"entries have shape \[1\], torch.int64, .*; expected \[2\]", (x,), ids[:1]),
         (ValueError, "entries have shape .* torch.int32, on .*; expected .* torch.int64", (x,), ids.int()),
         (ValueError, "entries have shape .*, on meta; expected", (x,), ids.to("meta")),
-        (TypeError, "entries 0 is a list; expected a tensor", (x,), [0, 1]),
+        (TypeError, "entries is a list; expected an int64 tensor", (x,), [0, 1]),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             step(*inputs, entries=entries)
@@ -62,6 +62,7 @@ def test_wrong_constructions() -> None:
         (ValueError, r"example input 0 has shape \[0, 3\]", (None, x[:0]), {}),
         (ValueError, r"batch_sizes are \(\); expected at least one int", (None, x), {"batch_sizes": ()}),
         (ValueError, r"batch_sizes are \[0\]; expected", (None, x), {"batch_sizes": [0]}),
+        (TypeError, r"batch_sizes is 8; expected ints, such as \(1, 2\)", (None, x), {"batch_sizes": 8}),
         (ValueError, r"batch_sizes are \(1, 2\); .*be padded: .* example, 2", (state, x), {"batch_sizes": (1, 2)}),
         (ValueError, "not pooled. and cannot be", (Sums(x), x), {"batch_sizes": (1, 2), "pooled": False}),
         (ValueError, r"is one of chosen entries.*state\.at\(None\)", (SDMState(x, torch.tensor([0, 1])), x), {}),

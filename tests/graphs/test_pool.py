@@ -265,6 +265,13 @@ def test_what_no_pool_can_be_made_of(state: Any, initial: Any, message: str) -> 
         StatePool(state, initial)
 
 
+def test_an_entry_is_one_sequence() -> None:
+    """As far as a state tells how many it is of: two that share an entry would share its rows."""
+    model = make_model("cpu")
+    with pytest.raises(ValueError, match=r"initial is a state of 2 sequences; expected one, as init_state\(1\) gives"):
+        StatePool(model.init_state(4), model.init_state(2))
+
+
 def test_the_pool_keeps_its_own_initial_rows_outside_the_graph() -> None:
     layer = make_layer("cpu")
     initial, state = layer.init_state(1), layer.init_state(3)

@@ -291,8 +291,9 @@ def test_what_a_step_reads_is_kept_for_its_stream(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
-        ({"max_graphs": 0}, "max_graphs must be at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate must be an int of at least 1, got 0"),
+        ({"max_graphs": 0}, "max_graphs must be an int of at least 1, got 0"),
+        ({"accumulate": 1.5}, "accumulate must be an int of at least 1, got 1.5"),
         ({"max_norm": 0.0}, "max_norm must be above 0"),
         ({"max_norm": float("nan")}, "max_norm must be above 0"),
     ],
@@ -301,6 +302,15 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     model = Model()
     with pytest.raises(ValueError, match=message):
         TrainGraph(model, loss_fn, torch.optim.Adam(model.parameters()), **settings)
+
+
+def test_arguments_of_other_types() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(TypeError, match=r"optimizer is a function; expected a torch\.optim\.Optimizer"):
+        TrainGraph(model, optimizer, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"autocast is 'bf16'; expected a dtype, such as torch\.bfloat16"):
+        TrainGraph(model, loss_fn, optimizer, autocast="bf16")  # type: ignore[arg-type]
 
 
 def test_parameters_on_several_devices() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig
+from sdm_compile import SDMState, SparseDeltaMemory, SparseDeltaMemoryConfig, UnsupportedConfigurationError
 from sdm_compile import layer as layer_module
 from sdm_compile.ops.snapshot import CALL_MODES
 from tests.layer_spec import ALL, BASE, VARIANTS, assert_same, gradients, make_layer, make_x, spec_layer
@@ -85,6 +85,21 @@ def test_wrong_shapes_are_refused():
         layer(x, layer.init_state(3))
     with pytest.raises(ValueError, match=r"bank has shape \(64, 5\)"):
         layer(x, SDMState(torch.zeros(64, 5, dtype=x.dtype)))
+
+
+def test_arguments_of_other_kinds_are_refused():
+    with pytest.raises(TypeError, match="config is a int; expected a SparseDeltaMemoryConfig"):
+        SparseDeltaMemory(64)
+    layer = make_layer(torch.float32)
+    for batch in (-1, 4.0):
+        with pytest.raises(ValueError, match=f"batch is {batch}; expected the number of sequences"):
+            layer.init_state(batch)
+    x = make_x(2, 5, layer, dtype=torch.float32)
+    with pytest.raises(UnsupportedConfigurationError, match=r"autocast is for torch\.float16"):
+        with torch.autocast("cpu", torch.float16):
+            layer(x)
+    with pytest.raises(UnsupportedConfigurationError, match=r"x has dtype torch.float16; .* bfloat16 or float32"):
+        layer.half()(x.half())
 
 
 @pytest.mark.parametrize("mode", CALL_MODES)

@@ -215,7 +215,7 @@ def test_an_entry_beyond_the_pool_is_refused_on_the_cpu(entry, tokens, grad):
     layer = make_layer()
     state = pool_of(layer, 3, [1, entry])
     kept = state.bank.clone()
-    message = f"the state's entries hold {entry}, but its bank is a pool of 3; entries are 0 to 2, or negative"
+    message = f"the state's entries name entry {entry} of a bank with room for 3; they are 0 to 2, or negative"
     with torch.set_grad_enabled(grad), pytest.raises(IndexError, match=message):
         layer(make_x(2, tokens, layer), state)
     with pytest.raises(IndexError, match=message):
@@ -257,6 +257,8 @@ def test_wrong_entries_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             layer(x, state.at(entries))
+    with pytest.raises(TypeError, match="entries are a list; expected an int64 tensor"):
+        layer(x, state.at([1, 0]))
     for bank in (state.bank[:-1], state.bank[:0], state.bank[:, 1:], state.bank[0]):
         with pytest.raises(ValueError, match=r"bank has shape .*; expected \(capacity \* 32, 6\), .* at least 1"):
             layer(x, SDMState(bank, state.entries))

@@ -375,6 +375,11 @@ def test_errors(scores: Tensor, factors: tuple[int, ...], k: int, error: type[Va
         product_key_topk(mode.from_tensor(scores), factors, k)
 
 
+def test_one_number_for_the_factors() -> None:
+    with pytest.raises(TypeError, match=r"factors is 8; expected the width of each factor, such as \[8, 8\]"):
+        product_key_topk(torch.zeros(2, 16), 8, 2)  # type: ignore[arg-type]
+
+
 BACKWARD_ERRORS = [
     ("float16", torch.zeros(2, 3).half(), torch.zeros(2, 3).long(), "dvalues has dtype torch.float16"),
     ("int32 indices", torch.zeros(2, 3), torch.zeros(2, 3).int(), "indices has dtype torch.int32"),
