@@ -297,7 +297,11 @@ class Phase1Config:
 
 
 def rows_per_program(width: int, chunk: int) -> int:
-    """Tokens per one-warp program: about 128 walking entries (measured on an earlier walk over every column)."""
+    """Tokens per one-warp program: about 128 walking entries.
+
+    Measured on an H200, ms of a train step as graph replay with 128 and with 64: 5.37 and 5.43 with 16 writes of 64
+    columns, 32.55 and 32.58 with 64 of 1024, 6.34 and 6.39 with 64 of 768.
+    """
     return max(1, min(128 // triton.next_power_of_2(width), triton.next_power_of_2(chunk)))
 
 

@@ -200,8 +200,8 @@ def _in_place_entry(overload: torch._ops.OpOverload, kernel: Callable[..., Any])
 def _known_entry(entry: Callable[..., Any], again: Callable[..., Callable[..., Any] | None]) -> Callable[..., Any]:
     """Passes the dispatcher by in an eager call like one that went through it, unless something observes.
 
-    Measured on an H200, on one host, an eager decode step by a first form of this and by the other entry: 20.5 us
-    against 27.8.
+    Measured on an H200, on one host, an eager decode step by this and by the other entry: 16.3 to 16.9 us, and 22.8 to
+    23.8.
     """
     calls = KnownCalls()
     increment_version = torch._C._increment_version
