@@ -359,7 +359,7 @@ def _generate(args: argparse.Namespace) -> int:
         prompt = args.prompt.encode(errors="surrogateescape")
         forward = _forward(model, args.compile)
         stream = generate(model, forward, prompt, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
-    _show(args.prompt, islice(stream, args.max_tokens), TextStream(args.stop))
+        _show(args.prompt, islice(stream, args.max_tokens), TextStream(args.stop))
     return 0
 
 

@@ -98,8 +98,9 @@ class SparseDeltaMemoryConfig:
             raise ValueError(f"{name} is {value!r}; it must be an integer {wanted}")
 
     def _check_decay_range(self) -> None:
-        bounds = tuple(self.A_init_range)
-        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] < math.inf:
+        bounds = tuple(self.A_init_range) if isinstance(self.A_init_range, list | tuple) else (self.A_init_range,)
+        numbers = all(isinstance(bound, int | float) for bound in bounds)
+        if len(bounds) != 2 or not numbers or not 0 <= bounds[0] <= bounds[1] < math.inf:
             raise ValueError(f"A_init_range is {bounds}; it must be (low, high) with 0 <= low <= high")
         object.__setattr__(self, "A_init_range", bounds)  # a list, as JSON gives it, would not be hashable
 

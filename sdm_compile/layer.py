@@ -25,10 +25,16 @@ from .ops import (
     sdm_write_read,
     sdm_write_read_,
 )
-from .ops.checks import UnsupportedConfigurationError
-from .ops.draft import check_accepted
+from .ops.checks import (
+    UnsupportedConfigurationError,
+    check_contiguous_bank,
+    check_devices,
+    check_float,
+    check_type,
+)
+from .ops.draft import check_accepted, check_pending
 from .ops.situation import runs_now
-from .state import SDMState
+from .state import SDMState, autocast_is_on, check_writable
 
 
 class SparseDeltaMemory(nn.Module):
@@ -126,8 +132,8 @@ class SparseDeltaMemory(nn.Module):
             y: [B, T, dim].
             state: the memory after the last token, in the dtype of the passed state's, else that of `Wv_write(x)`.
         Raises:
-            ValueError: x, the state's bank or its entries have the wrong shape, dtype or device; float16 is an
-            UnsupportedConfigurationError. TypeError: the state is something else.
+            ValueError: x has the wrong shape, or the state's bank or its entries the wrong shape, dtype or device;
+            float16 is an UnsupportedConfigurationError. TypeError: the state is something else.
             IndexError: an entry at or above the capacity (CPU).
         """
         config = self.config
@@ -165,6 +171,7 @@ class SparseDeltaMemory(nn.Module):
             ValueError: x, the state's bank or its entries have the wrong shape, dtype or device.
             IndexError: an entry at or above the capacity (CPU). UnsupportedConfigurationError: too many tokens.
         """
+        check_type("state", state, SDMState)
         self._check(x, state)
         inputs = self._inputs(x, state)
         readings, pending = sdm_draft(state.bank, *inputs)
@@ -189,6 +196,8 @@ class SparseDeltaMemory(nn.Module):
 
     def check_commit(self, state: SDMState, pending: SDMPending, accepted: Tensor) -> None:
         """Raises where `commit_` would, as far as shapes and the state's version tell."""
+        check_type("state", state, SDMState)
+        check_type("pending", pending, SDMPending)
         if torch.is_grad_enabled() and state.bank.requires_grad:
             raise RuntimeError(
                 "commit_ was called with grad mode on, and the state's bank requires a gradient, which would be wrong "
@@ -199,18 +208,19 @@ class SparseDeltaMemory(nn.Module):
         self.capacity(state.bank, least=batch if state.entries is None and pending.mark is None else 0)
         check_accepted(accepted, batch, "[B]")
         pending.check_bank(state.bank)
+        check_pending(state.bank, pending.new_rows, pending.slots)
+        check_devices(memory=state.bank, accepted=accepted)
+        check_writable("the state's bank", state.bank)
 
     def _check(self, x: Tensor, state: SDMState | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {self.config.dim}")
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        if (torch.get_autocast_dtype(device) if autocast else x.dtype) == torch.float16:
+        autocast = autocast_is_on(x.device)
+        if (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype) == torch.float16:
             got = "autocast is for torch.float16" if autocast else "x has dtype torch.float16"
             raise UnsupportedConfigurationError(f"{got}; the layer computes in bfloat16 or float32")
         if state is not None:
-            if not isinstance(state, SDMState):
-                raise TypeError(f"state is a {type(state).__name__}; expected an SDMState, or None for the beginning")
+            check_type("state", state, SDMState)
             self.check_state(state, x.shape[0])
 
     def _inputs(self, x: Tensor, state: SDMState | None) -> tuple[Tensor, ...]:
@@ -278,19 +288,27 @@ class SparseDeltaMemory(nn.Module):
         """Raises where `state` is not one of this layer's for so many sequences.
 
         Raises:
-            ValueError: a shape, dtype or device. IndexError: an entry at or above the capacity, of an eager call on the
-            CPU. (On CUDA nothing looks at values, and it is padding; compiled on the CPU, the ops refuse its slot ids.)
+            ValueError: a shape, dtype or device; or, with grad mode off, a bank that is not contiguous. RuntimeError:
+            with grad mode off, one that was made in inference mode, which is over. TypeError: no tensor.
+            IndexError: an entry at or above the capacity, of an eager call on the CPU. (On CUDA nothing looks at
+            values, and it is padding; compiled on the CPU, the ops refuse its slot ids.)
         """
         config, bank = self.config, state.bank
+        check_type("the state's bank", bank, Tensor)
+        rows = batch * config.num_heads * config.slots_per_head
         if state.entries is not None:
             self._check_pool(bank, state.entries, batch)
-            return
-        rows = batch * config.num_heads * config.slots_per_head
-        if bank.dim() != 2 or bank.shape[0] != rows or bank.shape[1] != config.head_dim:
+        elif bank.dim() != 2 or bank.shape[0] != rows or bank.shape[1] != config.head_dim:
             expected = (rows, config.head_dim)
             raise ValueError(
                 f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
             )
+        check_float("the state's bank", bank)
+        if bank.device != self.A_log.device:
+            raise ValueError(f"the state's bank is on {bank.device}; expected {self.A_log.device}, like the layer")
+        if not torch.is_grad_enabled():  # the call advances it in place
+            check_contiguous_bank(bank)
+            check_writable("the state's bank", bank)
 
     def capacity(self, bank: Tensor, least: int = 0) -> int:
         """How many sequences a bank [capacity * heads * slots, head_dim] has room for.
@@ -329,7 +347,12 @@ class SparseDeltaMemory(nn.Module):
             if parameter is not None:
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    # A parameter's attributes do not survive a deep copy, nor loading with `assign=True`.
+    # A parameter's attributes do not survive a deep copy, `to_empty`, nor loading with `assign=True`.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> SparseDeltaMemory:
+        super()._apply(*args, **kwargs)
+        self._exempt_from_weight_decay()
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from .config import SparseDeltaMemoryConfig
 from .layer import SparseDeltaMemory
 from .ops import SDMPending
-from .state import SDMState
+from .ops.checks import check_devices, check_shape, check_type
+from .state import SDMState, autocast_is_on, check_writable
 
 VOCABULARY = 256  # one token per byte value
 
@@ -55,8 +56,8 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "num_layers", "hidden_dim", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {getattr(self, name)!r}")
 
     def sdm(self) -> SparseDeltaMemoryConfig:
         """The configuration of each SDM layer."""
@@ -210,11 +211,6 @@ def _check_tokens(tokens: Tensor) -> None:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected int64 [B, T]")
 
 
-def _check_type(name: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected an {expected.__name__}")
-
-
 class LanguageModel(nn.Module):
     """Byte-level language model of SDM layers.
 
@@ -326,12 +322,24 @@ class LanguageModel(nn.Module):
         Raises:
             TypeError, ValueError, RuntimeError: see `SparseDeltaMemory.commit_`. Nothing has been written then.
         """
-        _check_type("state", state, LMState)
-        _check_type("pending", pending, LMPending)
+        check_type("state", state, LMState)
+        check_type("pending", pending, LMPending)
+        blocks = len(self.blocks)
+        if not len(pending.memories) == len(pending.windows) == blocks:
+            got = f"{len(pending.memories)} memories and {len(pending.windows)} windows"
+            raise ValueError(f"pending has {got}; the model has {blocks} blocks")
         state = state.at(pending.entries)
-        self._check_state(state, pending.windows[0].shape[0])
+        with torch.no_grad():
+            self._check_state(state, pending.windows[0].shape[0], computes=False)
         for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
             block.sdm.check_commit(memory, rows, accepted)
+        for window, tail, rows in zip(pending.windows, state.tails, pending.memories, strict=True):
+            batch, length = rows.slots.shape[0] // self.config.num_heads, rows.slots.shape[1]
+            check_shape(
+                *("a window of pending", window, (batch, self.config.conv_width - 1 + length, self.config.dim)),
+                "[B, conv_width - 1 + T, dim]",
+            )
+            check_devices(tail=tail, window=window)
         with torch.no_grad():
             self._commit_(state, pending, accepted)
 
@@ -349,9 +357,9 @@ class LanguageModel(nn.Module):
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.blocks)
 
-    def _check_state(self, state: LMState, batch: int) -> None:
-        """Before any block advances its part of the state."""
-        _check_type("state", state, LMState)
+    def _check_state(self, state: LMState, batch: int, computes: bool = True) -> None:
+        """Before any block advances its part of the state. computes: whether the tails are computed with."""
+        check_type("state", state, LMState)
         if len(state.memories) != len(self.blocks) or len(state.tails) != len(self.blocks):
             raise ValueError(f"the state is of {len(state.memories)} blocks; the model has {len(self.blocks)}")
         shape = (batch, self.config.conv_width - 1, self.config.dim)
@@ -361,8 +369,16 @@ class LanguageModel(nn.Module):
             block.sdm.check_state(memory.at(state.entries), batch)
             if state.entries is not None:
                 shape = (block.sdm.capacity(memory.bank), *shape[1:])
+            check_type("a tail of the state", tail, Tensor)
             if tail.shape != shape:
                 raise ValueError(f"a tail of the state has shape {tuple(tail.shape)}; expected {shape}")
+            weight = self.embedding.weight
+            if tail.device != weight.device:
+                raise ValueError(f"a tail of the state is on {tail.device}; expected {weight.device}, like the model")
+            if computes and tail.dtype != weight.dtype and not autocast_is_on(weight.device):
+                raise ValueError(f"a tail of the state is {tail.dtype}; expected {weight.dtype}, like the model")
+            if not torch.is_grad_enabled():  # the call advances it in place
+                check_writable("a tail of the state", tail)
 
     def _empty_tail(self, batch: int) -> Tensor:
         return self.embedding.weight.new_zeros(batch, self.config.conv_width - 1, self.config.dim)

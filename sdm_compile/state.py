@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .ops.situation import runs_now
+
 
 @dataclass(eq=False)
 class SDMState:
@@ -51,6 +53,31 @@ class SDMState:
         """
         bank = self.bank.to(*args, **kwargs)
         return SDMState(bank, None if self.entries is None else self.entries.to(bank.device))
+
+
+def check_writable(name: str, x: Tensor) -> None:
+    """Raises where a call that runs now could not write to `x`, a part of a state that it advances in place.
+
+    Raises:
+        ValueError: elements of it share memory, or it is sparse. RuntimeError: it was made in inference mode, which is
+        over.
+    """
+    if not runs_now(x):
+        return
+    if x.layout is not torch.strided or any(
+        n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True)
+    ):
+        raise ValueError(f"{name} has no memory of its own for each element, such as after expand(): pass its clone()")
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} was made under torch.inference_mode() and cannot be updated outside it: clone it first, or make "
+            "it outside inference mode"
+        )
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    """Whether calls there are under autocast, which the meta device has none of."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 pytree.register_dataclass(SDMState, serialized_type_name="sdm_compile.SDMState")

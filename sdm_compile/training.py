@@ -59,6 +59,8 @@ class TrainConfig:
             raise ValueError(f"seed must be at most {MAX_SEED}, got {self.seed}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be a number of at least 0, got {self.weight_decay}")
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0."""

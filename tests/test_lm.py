@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from sdm_compile import SDMState
-from sdm_compile.lm import CausalConv, LanguageModel, LMConfig, LMState
+from sdm_compile.lm import CausalConv, LanguageModel, LMConfig, LMPending, LMState
 from tests.lm_models import CONFIG, make_model
 
 
@@ -122,6 +125,52 @@ def test_wrong_state_is_refused_before_it_is_advanced(model: LanguageModel, toke
             model(tokens, bad)
     for leaf, value in zip(pytree.tree_leaves(state), kept, strict=True):
         torch.testing.assert_close(leaf.detach(), value, rtol=0, atol=0)
+
+
+def inference_copy(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+UNWRITABLE = {
+    "float64": lambda x: x.double(),
+    "one row for all": lambda x: x[:1].expand_as(x),
+    "made in inference mode": inference_copy,
+    "sparse": lambda x: x.to_sparse(),
+    "on meta": lambda x: x.to("meta"),
+    "columns first": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "float16": lambda x: x.half(),
+    "no tensor": lambda x: x.tolist(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("what", "part", "how"),
+    [
+        *itertools.product(("step", "prompt", "commit"), ("bank",), sorted({*UNWRITABLE} - {"float64"})),
+        *itertools.product(("step", "prompt"), ("tail",), sorted({*UNWRITABLE} - {"columns first"})),
+        *itertools.product(("commit",), ("tail",), sorted({*UNWRITABLE} - {"columns first", "float16", "float64"})),
+    ],
+)
+def test_what_the_second_block_cannot_take_leaves_the_first_one_alone(
+    what: str, part: str, how: str, tokens: torch.Tensor
+) -> None:
+    model = LanguageModel(CONFIG)
+    state = model.init_state(2)
+    pending = model.draft(tokens[:, :4], state)[1]
+    if part == "bank":
+        state.memories[1].bank = UNWRITABLE[how](state.memories[1].bank)
+    else:
+        state.tails[1] = UNWRITABLE[how](state.tails[1])
+    kept = [state.memories[0].bank.clone(), state.tails[0].clone()]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"{part} (of the state )?|memory has strides"):
+        if what == "commit":
+            model.commit_(state, pending, torch.tensor([1, 2]))
+        else:
+            model(tokens[:, : 1 if what == "step" else 4], state)
+    for leaf, before in zip((state.memories[0].bank, state.tails[0]), kept, strict=True):
+        torch.testing.assert_close(leaf, before, rtol=0, atol=0)
 
 
 def decode_by_sequence(
@@ -232,6 +281,34 @@ def test_a_commit_that_cannot_be_leaves_every_layer_alone(model: LanguageModel, 
         torch.testing.assert_close(leaf, before, rtol=0, atol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda pending: pending.windows.pop(), "pending has 2 memories and 1 windows; the model has 2 blocks"),
+        (lambda pending: pending.windows.__setitem__(1, pending.windows[1][:, 1:]), "a window of pending has shape"),
+        (lambda pending: pending.windows.__setitem__(1, pending.windows[1][1:]), "a window of pending has shape"),
+        (lambda pending: pending.windows.__setitem__(1, pending.windows[1].to("meta")), "window is on meta"),
+        (
+            lambda pending: setattr(pending.memories[1], "new_rows", pending.memories[1].new_rows.bfloat16()),
+            "new_rows has dtype",
+        ),
+    ],
+)
+def test_what_is_pending_fits_every_layer_before_any_is_written(
+    spoil: Callable[[LMPending], Any], message: str, tokens: torch.Tensor
+) -> None:
+    model = LanguageModel(CONFIG)
+    state = model.init_state(2)
+    kept = [leaf.clone() for leaf in pytree.tree_leaves(state)]
+    pending = model.draft(tokens[:, :4], state)[1]
+    spoil(pending)
+    with pytest.raises(ValueError, match=message):
+        model.commit_(state, pending, torch.tensor([1, 2]))
+    for leaf, before in zip(pytree.tree_leaves(state), kept, strict=True):
+        torch.testing.assert_close(leaf, before, rtol=0, atol=0)
+
+
 def test_a_commit_is_whole_whatever_the_mode(tokens: torch.Tensor) -> None:
     """Drafts made with grad mode on, of a model whose first layer is frozen; and a bank of inference mode's own."""
     model = LanguageModel(CONFIG)
@@ -281,7 +358,7 @@ def test_meta_device(tokens: torch.Tensor) -> None:
 
 
 def test_bad_sizes() -> None:
-    with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_layers must be an int of at least 1, got 0"):
         LMConfig(num_layers=0)
 
 

@@ -131,7 +131,10 @@ def test_weight_decay_exceptions() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"steps": -1}, {"batch": 0}, {"length": 0}, {"lr": 0.0}, {"lr": math.nan}, {"seed": -1}, {"seed": 2**32}],
+    [
+        *({"steps": -1}, {"batch": 0}, {"length": 0}, {"lr": 0.0}, {"lr": math.nan}, {"seed": -1}, {"seed": 2**32}),
+        *({"weight_decay": -1.0}, {"weight_decay": math.nan}),
+    ],
 )
 def test_bad_training_settings(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):

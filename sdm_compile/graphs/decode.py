@@ -154,7 +154,7 @@ class DecodeGraph:
         if wanted is not None and not isinstance(wanted, Iterable):
             raise TypeError(f"batch_sizes is {wanted!r}; expected ints, such as (1, {batch})")
         sizes = (batch,) if wanted is None else tuple(sorted(set(wanted)))
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(f"batch_sizes are {wanted}; expected at least one int above 0")
         if not self._can_pad and sizes != (batch,):
             raise ValueError(

@@ -97,7 +97,7 @@ class StatePool(Generic[State]):
         """
         if not isinstance(entries, Sequence):
             raise TypeError(f"entries is {entries!r}; expected one for each row of the batch, such as [0]")
-        real = [entry for entry in entries if not (isinstance(entry, int) and entry < 0)]
+        real = [entry for entry in entries if not (type(entry) is int and entry < 0)]
         self._check_held(*real)
         if len(set(real)) < len(real):
             raise ValueError(f"entries are {list(entries)}; two rows of a batch cannot use the same one")
@@ -212,7 +212,7 @@ class StatePool(Generic[State]):
 
     def _check_held(self, *entries: int) -> None:
         for entry in entries:
-            if not isinstance(entry, int) or not 0 <= entry < self.capacity:
+            if type(entry) is not int or not 0 <= entry < self.capacity:
                 raise ValueError(f"entry is {entry!r}; the pool's are the ints 0 to {self.capacity - 1}")
             if entry not in self._held:
                 raise ValueError(f"entry {entry} is not in use; in use are {list(self.held)}")

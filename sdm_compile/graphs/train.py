@@ -85,7 +85,7 @@ class TrainGraph:
         max_graphs: how many shapes of batches are captured; steps of any others are eager.
     Raises:
         ValueError: a setting out of range; parameters on several devices, or none; an optimizer that cannot be
-            captured. TypeError: optimizer or autocast is something else.
+            captured. TypeError: the optimizer is something else.
         CaptureError: a CUDA graph is being captured.
     """
 
@@ -102,13 +102,15 @@ class TrainGraph:
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("optimizer is LBFGS, whose step calls the model as often as it likes; use another one")
         for name, value in (("accumulate", accumulate), ("max_graphs", max_graphs)):
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-        if autocast is not None and not isinstance(autocast, torch.dtype):
-            raise TypeError(f"autocast is {autocast!r}; expected a dtype, such as torch.bfloat16, or None")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, or None for no clipping, got {max_norm}")
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast is {autocast!r}; expected torch.bfloat16, torch.float16 or None")
+        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
+            raise ValueError(f"max_norm must be a number above 0, or None for no clipping, got {max_norm!r}")
         self.model, self.optimizer, self.max_graphs = model, optimizer, max_graphs
         self._loss_fn, self._accumulate, self._max_norm, self._autocast = loss_fn, accumulate, max_norm, autocast
         self.device = self._common_device()

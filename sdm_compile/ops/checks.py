@@ -89,6 +89,11 @@ def check_contiguous_bank(memory: Tensor) -> None:
         )
 
 
+def check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected an {expected.__name__}")
+
+
 def check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise UnsupportedConfigurationError(f"{name} is {value}; supported are {low} to {high}")

@@ -113,7 +113,8 @@ draft_op = register(
 )
 
 
-def _check_commit(memory: Tensor, new_rows: Tensor, slots: Tensor, accepted: Tensor) -> None:
+def check_pending(memory: Tensor, new_rows: Tensor, slots: Tensor) -> None:
+    """What was drafted can be written to this bank."""
     check_rank("memory", memory, "[num_slots, D]")
     check_float("memory", memory)
     check_contiguous_bank(memory)
@@ -122,8 +123,13 @@ def _check_commit(memory: Tensor, new_rows: Tensor, slots: Tensor, accepted: Ten
     check_range("the number of drafted tokens T (second dimension of slots)", slots.shape[1], 0, MAX_TOKENS)
     check_dtype("new_rows", new_rows, memory.dtype, f"with a {memory.dtype} bank")
     check_shape("new_rows", new_rows, (*slots.shape, memory.shape[1]), "[P, T, W, D]")
+    check_devices(memory=memory, new_rows=new_rows, slots=slots)
+
+
+def _check_commit(memory: Tensor, new_rows: Tensor, slots: Tensor, accepted: Tensor) -> None:
+    check_pending(memory, new_rows, slots)
     check_accepted(accepted, slots.shape[0], "[P]")
-    check_devices(memory=memory, new_rows=new_rows, slots=slots, accepted=accepted)
+    check_devices(memory=memory, accepted=accepted)
 
 
 def check_accepted(accepted: Tensor, count: int, layout: str) -> None:

@@ -79,6 +79,7 @@ def test_reset_copy_and_fork_touch_one_entry() -> None:
         (lambda pool: pool.release(3), ValueError, r"entry 3 is not in use; in use are \[0, 1, 2\]"),
         (lambda pool: pool.release(5), ValueError, "entry is 5; the pool's are the ints 0 to 4"),
         (lambda pool: pool.release(-1), ValueError, "entry is -1; the pool's are"),
+        (lambda pool: pool.release(True), ValueError, "entry is True; the pool's are the ints"),
         (lambda pool: pool.release(torch.tensor(1)), ValueError, r"entry is tensor\(1\); the pool's are the ints"),
         (lambda pool: pool.reset(0, 3), ValueError, "entry 3 is not in use"),
         (lambda pool: pool.copy(0, 4), ValueError, "entry 4 is not in use"),

@@ -294,8 +294,12 @@ def test_what_a_step_reads_is_kept_for_its_stream(monkeypatch: pytest.MonkeyPatc
         ({"accumulate": 0}, "accumulate must be an int of at least 1, got 0"),
         ({"max_graphs": 0}, "max_graphs must be an int of at least 1, got 0"),
         ({"accumulate": 1.5}, "accumulate must be an int of at least 1, got 1.5"),
-        ({"max_norm": 0.0}, "max_norm must be above 0"),
-        ({"max_norm": float("nan")}, "max_norm must be above 0"),
+        ({"accumulate": True}, "accumulate must be an int of at least 1, got True"),
+        ({"max_norm": 0.0}, "max_norm must be a number above 0"),
+        ({"max_norm": float("nan")}, "max_norm must be a number above 0"),
+        ({"max_norm": "1"}, "max_norm must be a number above 0, .* got '1'"),
+        ({"autocast": "bf16"}, r"autocast is 'bf16'; expected torch\.bfloat16"),
+        ({"autocast": torch.int8}, r"autocast is torch\.int8; expected torch\.bfloat16"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
@@ -309,8 +313,8 @@ def test_arguments_of_other_types() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(TypeError, match=r"optimizer is a function; expected a torch\.optim\.Optimizer"):
         TrainGraph(model, optimizer, loss_fn)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"autocast is 'bf16'; expected a dtype, such as torch\.bfloat16"):
-        TrainGraph(model, loss_fn, optimizer, autocast="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer is LBFGS, whose step calls the model as often"):
+        TrainGraph(model, loss_fn, torch.optim.LBFGS(model.parameters()))
 
 
 def test_parameters_on_several_devices() -> None:

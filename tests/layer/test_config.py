@@ -74,6 +74,8 @@ def test_survives_json():
         ({"norm_eps": -1.0}, "norm_eps is -1.0; it must be at least 0"),
         ({"A_init_range": (2, 1)}, r"A_init_range is \(2, 1\)"),
         ({"A_init_range": (1,)}, r"A_init_range is \(1,\)"),
+        ({"A_init_range": 3}, r"A_init_range is \(3,\)"),
+        ({"A_init_range": ("a", "b")}, r"A_init_range is \('a', 'b'\)"),
         ({"A_init_range": (0, float("inf"))}, "A_init_range is .* it must be"),
         ({"snapshot_quant": "fp4"}, "snapshot_quant is 'fp4'; choose one of 'none', 'bf16', 'fp8', "),
     ],

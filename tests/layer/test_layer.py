@@ -268,6 +268,21 @@ def test_meta_device():
     assert exempt(layer) == {"A_log", "dt_bias", "memory"}
 
 
+@pytest.mark.parametrize("setting", ["swap", "overwrite"])
+def test_weight_decay_marks_outlast_a_conversion(setting):
+    """However PyTorch puts the converted parameters in place; and `to_empty`, before the weights are drawn."""
+    layer = make_layer(torch.float32)
+    choose = getattr(torch.__future__, f"set_{setting}_module_params_on_conversion")
+    choose(True)
+    try:
+        layer.double()
+    finally:
+        choose(False)
+    assert layer.A_log.dtype == torch.float64
+    assert exempt(layer) == {"A_log", "dt_bias", "memory"}
+    assert exempt(layer.to("meta").to_empty(device="cpu")) == {"A_log", "dt_bias", "memory"}
+
+
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "to", "assign"])
 def test_copies(copied):
     layer = make_layer(**ALL).eval()

@@ -166,6 +166,6 @@ def test_a_bank_too_small_for_an_unmarked_draft() -> None:
     x, counts = torch.randn(2, DRAFTED, 12, dtype=torch.float64), torch.tensor([1, 2])
     with torch.no_grad():
         _, pending = layer.draft(x, layer.init_state(2))
-        pending.bank = None
+        pending.mark = None
         with pytest.raises(ValueError, match="with a capacity of at least 2"):
             layer.commit_(layer.init_state(1), pending, counts)
