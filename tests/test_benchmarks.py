@@ -248,7 +248,7 @@ def test_readme_says_what_the_results_say() -> None:
     modes = "Training with each"
     off = [plot.column(results, modes, f"{name}'s gradient off by") for name in ("k_val", "g", "q_val")]
     fp8, int4 = (max(errors[mode] for errors in off) for mode in ("fp8", "int4"))
-    assert f"by norm up to {fp8:.0%} with fp8, and {int4:.0%} with int4" in readme
+    assert f"in norm by up to {fp8:.0%} (fp8) or {int4:.0%} (int4)" in readme
     cold = plot.column(results, "Cold start", "first call s")
     assert f"takes {cold['empty']} s with an empty cache of compiled kernels and {cold['full']} s with a full" in readme
 
