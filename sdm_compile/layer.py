@@ -107,7 +107,7 @@ class SparseDeltaMemory(nn.Module):
         Raises:
             ValueError: batch is no int of at least 0.
         """
-        if not isinstance(batch, int | torch.SymInt) or batch < 0:
+        if isinstance(batch, bool) or not isinstance(batch, int | torch.SymInt) or batch < 0:
             raise ValueError(f"batch is {batch!r}; expected the number of sequences, an int of at least 0")
         weight = self.Wv_write.weight
         with_grad = torch.is_grad_enabled()
@@ -133,7 +133,8 @@ class SparseDeltaMemory(nn.Module):
             state: the memory after the last token, in the dtype of the passed state's, else that of `Wv_write(x)`.
         Raises:
             ValueError: x has the wrong shape, or the state's bank or its entries the wrong shape, dtype or device;
-            float16 is an UnsupportedConfigurationError. TypeError: the state is something else.
+            float16 is an UnsupportedConfigurationError. TypeError: the state is something else. RuntimeError: with grad
+            mode off, the bank was made in inference mode, which is over.
             IndexError: an entry at or above the capacity (CPU).
         """
         config = self.config
@@ -172,7 +173,7 @@ class SparseDeltaMemory(nn.Module):
             IndexError: an entry at or above the capacity (CPU). UnsupportedConfigurationError: too many tokens.
         """
         check_type("state", state, SDMState)
-        self._check(x, state)
+        self._check(x, state, advances=False)
         inputs = self._inputs(x, state)
         readings, pending = sdm_draft(state.bank, *inputs)
         return self._output(readings.to(inputs[2].dtype), x), pending
@@ -212,16 +213,16 @@ class SparseDeltaMemory(nn.Module):
         check_devices(memory=state.bank, accepted=accepted)
         check_writable("the state's bank", state.bank)
 
-    def _check(self, x: Tensor, state: SDMState | None) -> None:
+    def _check(self, x: Tensor, state: SDMState | None, advances: bool = True) -> None:
         if x.dim() != 3 or x.shape[2] != self.config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {self.config.dim}")
-        autocast = autocast_is_on(x.device)
+        autocast = autocast_is_on(x.device) and x.dtype != torch.float64  # which it leaves alone
         if (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype) == torch.float16:
             got = "autocast is for torch.float16" if autocast else "x has dtype torch.float16"
             raise UnsupportedConfigurationError(f"{got}; the layer computes in bfloat16 or float32")
         if state is not None:
             check_type("state", state, SDMState)
-            self.check_state(state, x.shape[0])
+            self.check_state(state, x.shape[0], x.device, advances)
 
     def _inputs(self, x: Tensor, state: SDMState | None) -> tuple[Tensor, ...]:
         """What the ops take besides the bank, each [P, T, *]: k_idx, k_val, v, beta, g, q_idx, q_val."""
@@ -284,8 +285,11 @@ class SparseDeltaMemory(nn.Module):
             return torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
         return self.memory.to(device, dtype).repeat(batch, 1)
 
-    def check_state(self, state: SDMState, batch: int) -> None:
-        """Raises where `state` is not one of this layer's for so many sequences.
+    def check_state(self, state: SDMState, batch: int, device: torch.device, advances: bool = True) -> None:
+        """Raises where `state` is not one of this layer's for so many sequences there.
+
+        Args:
+            advances: whether the call advances it, with grad mode off.
 
         Raises:
             ValueError: a shape, dtype or device; or, with grad mode off, a bank that is not contiguous. RuntimeError:
@@ -304,10 +308,10 @@ class SparseDeltaMemory(nn.Module):
                 f"the state's bank has shape {tuple(bank.shape)}; expected {expected} for a batch of {batch}"
             )
         check_float("the state's bank", bank)
-        if bank.device != self.A_log.device:
-            raise ValueError(f"the state's bank is on {bank.device}; expected {self.A_log.device}, like the layer")
-        if not torch.is_grad_enabled():  # the call advances it in place
-            check_contiguous_bank(bank)
+        if bank.device != device:  # not a parameter's: what is offloaded may still lie elsewhere
+            raise ValueError(f"the state's bank is on {bank.device}; expected {device}, where the input is")
+        if advances and not torch.is_grad_enabled():
+            check_contiguous_bank(bank, "the state's bank")
             check_writable("the state's bank", bank)
 
     def capacity(self, bank: Tensor, least: int = 0) -> int:
@@ -347,7 +351,7 @@ class SparseDeltaMemory(nn.Module):
             if parameter is not None:
                 parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    # A parameter's attributes do not survive a deep copy, `to_empty`, nor loading with `assign=True`.
+    # A parameter's attributes survive no deep copy, no conversion that replaces it, and no loading with `assign=True`.
 
     def _apply(self, *args: Any, **kwargs: Any) -> SparseDeltaMemory:
         super()._apply(*args, **kwargs)

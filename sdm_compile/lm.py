@@ -41,7 +41,7 @@ class LMConfig:
         conv_width: number of tokens that the causal convolution sees, the current one included.
         num_heads, slots_per_head, num_writes, num_reads, chunk_size: of every SDM layer.
     Raises:
-        ValueError: a size is below one.
+        ValueError: a size is no int of at least one.
     """
 
     dim: int = 128
@@ -247,9 +247,9 @@ class LanguageModel(nn.Module):
 
         With `batch` as its capacity it is also what a pool is made from; see `LMState.at`.
         """
+        memories = [block.sdm.init_state(batch) for block in self._blocks()]
         with torch.inference_mode(False):
-            tails = [self._empty_tail(batch) for _ in self._blocks()]
-        return LMState([block.sdm.init_state(batch) for block in self._blocks()], tails)
+            return LMState(memories, [self._empty_tail(batch) for _ in self._blocks()])
 
     def forward(self, tokens: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
         """Logits of the byte after each token, and the state after the last.
@@ -268,7 +268,7 @@ class LanguageModel(nn.Module):
         """
         _check_tokens(tokens)
         if state is not None:
-            self._check_state(state, tokens.shape[0])
+            self._check_state(state, tokens.shape[0], tokens.device)
         places = None if state is None else _places(state)
         x = self.embedding(tokens)
         memories, tails = [], []
@@ -300,7 +300,7 @@ class LanguageModel(nn.Module):
             pending: what `commit_` takes.
         """
         _check_tokens(tokens)
-        self._check_state(state, tokens.shape[0])
+        self._check_state(state, tokens.shape[0], tokens.device, advances=False)
         places = _places(state)
         x = self.embedding(tokens)
         memories, windows = [], []
@@ -330,7 +330,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"pending has {got}; the model has {blocks} blocks")
         state = state.at(pending.entries)
         with torch.no_grad():
-            self._check_state(state, pending.windows[0].shape[0], computes=False)
+            self._check_state(state, pending.windows[0].shape[0], pending.windows[0].device, computes=False)
         for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
             block.sdm.check_commit(memory, rows, accepted)
         for window, tail, rows in zip(pending.windows, state.tails, pending.memories, strict=True):
@@ -357,8 +357,13 @@ class LanguageModel(nn.Module):
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.blocks)
 
-    def _check_state(self, state: LMState, batch: int, computes: bool = True) -> None:
-        """Before any block advances its part of the state. computes: whether the tails are computed with."""
+    def _check_state(
+        self, state: LMState, batch: int, device: torch.device, advances: bool = True, computes: bool = True
+    ) -> None:
+        """Before any block advances its part of the state.
+
+        advances: whether the call does, with grad mode off. computes: whether it computes with the tails.
+        """
         check_type("state", state, LMState)
         if len(state.memories) != len(self.blocks) or len(state.tails) != len(self.blocks):
             raise ValueError(f"the state is of {len(state.memories)} blocks; the model has {len(self.blocks)}")
@@ -366,18 +371,20 @@ class LanguageModel(nn.Module):
         for block, memory, tail in zip(self._blocks(), state.memories, state.tails, strict=True):
             if memory.entries is not None:
                 raise ValueError("a memory of the state has entries of its own; give them to all: state.at(entries)")
-            block.sdm.check_state(memory.at(state.entries), batch)
+            block.sdm.check_state(memory.at(state.entries), batch, device, advances)
             if state.entries is not None:
                 shape = (block.sdm.capacity(memory.bank), *shape[1:])
             check_type("a tail of the state", tail, Tensor)
             if tail.shape != shape:
                 raise ValueError(f"a tail of the state has shape {tuple(tail.shape)}; expected {shape}")
-            weight = self.embedding.weight
-            if tail.device != weight.device:
-                raise ValueError(f"a tail of the state is on {tail.device}; expected {weight.device}, like the model")
-            if computes and tail.dtype != weight.dtype and not autocast_is_on(weight.device):
-                raise ValueError(f"a tail of the state is {tail.dtype}; expected {weight.dtype}, like the model")
-            if not torch.is_grad_enabled():  # the call advances it in place
+            if tail.device != device:
+                raise ValueError(f"a tail of the state is on {tail.device}; expected {device}, where the input is")
+            dtype = self.embedding.weight.dtype
+            if computes and torch.promote_types(tail.dtype, dtype) != dtype and not autocast_is_on(device):
+                raise ValueError(
+                    f"a tail of the state is {tail.dtype}; expected {dtype}, like the model, or a narrower one"
+                )
+            if advances and not torch.is_grad_enabled():
                 check_writable("a tail of the state", tail)
 
     def _empty_tail(self, batch: int) -> Tensor:

@@ -255,7 +255,7 @@ def _capacity(state: Any, initial: Any) -> int:
             raise ValueError(f"tensor {i} of the state has strides {leaf.stride()}; a pool needs it contiguous")
         capacities.add(leaf.shape[0] // part.shape[0])
     for part in pytree.tree_leaves(initial, is_leaf=chooses):
-        if getattr(part, "sequences", 1) != 1:
+        if getattr(part, "sequences", None) not in (None, 1):
             raise ValueError(f"initial is a state of {part.sequences} sequences; expected one, as init_state(1) gives")
     if len(capacities) != 1 or 0 in capacities:
         raise ValueError(f"the state's tensors have room for {sorted(capacities)} entries; expected one number above 0")

@@ -81,17 +81,18 @@ def check_devices(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device}; expected {first.device}, where {anchor} is")
 
 
-def check_contiguous_bank(memory: Tensor) -> None:
+def check_contiguous_bank(memory: Tensor, name: str = "memory") -> None:
     if not memory.is_contiguous():
         raise ValueError(
-            f"memory has strides {tuple(memory.stride())}; an in-place call needs a contiguous bank: "
-            "pass memory.contiguous() and keep that tensor"
+            f"{name} has strides {tuple(memory.stride())}; an in-place call needs a contiguous bank: "
+            "pass its contiguous() and keep that tensor"
         )
 
 
 def check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected an {expected.__name__}")
+        article = "an" if expected.__name__[0] in "AEIOULS" else "a"  # L and S are of LMState and SDMState
+        raise TypeError(f"{name} is a {type(value).__name__}; expected {article} {expected.__name__}")
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
