@@ -33,8 +33,8 @@ from .ops.checks import (
     check_type,
 )
 from .ops.draft import check_accepted, check_pending
-from .ops.situation import runs_now
-from .state import SDMState, autocast_is_on, check_writable
+from .ops.situation import autocast_is_on, runs_now
+from .state import SDMState, check_writable
 
 
 class SparseDeltaMemory(nn.Module):
@@ -51,8 +51,7 @@ class SparseDeltaMemory(nn.Module):
 
     def __init__(self, config: SparseDeltaMemoryConfig) -> None:
         super().__init__()
-        if not isinstance(config, SparseDeltaMemoryConfig):
-            raise TypeError(f"config is a {type(config).__name__}; expected a SparseDeltaMemoryConfig")
+        check_type("config", config, SparseDeltaMemoryConfig)
         self.config = config
         dim, heads, head_dim, key_size = config.dim, config.num_heads, config.head_dim, config.key_size
         self.Wq_read = nn.Linear(dim, key_size)
@@ -138,7 +137,7 @@ class SparseDeltaMemory(nn.Module):
             IndexError: an entry at or above the capacity (CPU).
         """
         config = self.config
-        self._check(x, state)
+        self._check(x, state, advances=not torch.is_grad_enabled())
         inputs = self._inputs(x, state)
         batch, tokens, _ = x.shape
         if state is None:
@@ -213,7 +212,7 @@ class SparseDeltaMemory(nn.Module):
         check_devices(memory=state.bank, accepted=accepted)
         check_writable("the state's bank", state.bank)
 
-    def _check(self, x: Tensor, state: SDMState | None, advances: bool = True) -> None:
+    def _check(self, x: Tensor, state: SDMState | None, advances: bool) -> None:
         if x.dim() != 3 or x.shape[2] != self.config.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, dim] with dim = {self.config.dim}")
         autocast = autocast_is_on(x.device) and x.dtype != torch.float64  # which it leaves alone
@@ -285,15 +284,14 @@ class SparseDeltaMemory(nn.Module):
             return torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
         return self.memory.to(device, dtype).repeat(batch, 1)
 
-    def check_state(self, state: SDMState, batch: int, device: torch.device, advances: bool = True) -> None:
+    def check_state(self, state: SDMState, batch: int, device: torch.device, advances: bool) -> None:
         """Raises where `state` is not one of this layer's for so many sequences there.
 
         Args:
-            advances: whether the call advances it, with grad mode off.
-
+            advances: whether the call advances it in place.
         Raises:
-            ValueError: a shape, dtype or device; or, with grad mode off, a bank that is not contiguous. RuntimeError:
-            with grad mode off, one that was made in inference mode, which is over. TypeError: no tensor.
+            ValueError: a shape, dtype or device; or a bank that is to be advanced, and is not contiguous. RuntimeError:
+            one that is to be advanced, and was made in inference mode, which is over. TypeError: no tensor.
             IndexError: an entry at or above the capacity, of an eager call on the CPU. (On CUDA nothing looks at
             values, and it is padding; compiled on the CPU, the ops refuse its slot ids.)
         """
@@ -310,7 +308,7 @@ class SparseDeltaMemory(nn.Module):
         check_float("the state's bank", bank)
         if bank.device != device:  # not a parameter's: what is offloaded may still lie elsewhere
             raise ValueError(f"the state's bank is on {bank.device}; expected {device}, where the input is")
-        if advances and not torch.is_grad_enabled():
+        if advances:
             check_contiguous_bank(bank, "the state's bank")
             check_writable("the state's bank", bank)
 

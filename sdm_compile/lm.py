@@ -25,7 +25,8 @@ from .config import SparseDeltaMemoryConfig
 from .layer import SparseDeltaMemory
 from .ops import SDMPending
 from .ops.checks import check_devices, check_shape, check_type
-from .state import SDMState, autocast_is_on, check_writable
+from .ops.situation import autocast_is_on
+from .state import SDMState, check_writable
 
 VOCABULARY = 256  # one token per byte value
 
@@ -268,7 +269,7 @@ class LanguageModel(nn.Module):
         """
         _check_tokens(tokens)
         if state is not None:
-            self._check_state(state, tokens.shape[0], tokens.device)
+            self._check_state(state, tokens.shape[0], tokens.device, advances=not torch.is_grad_enabled())
         places = None if state is None else _places(state)
         x = self.embedding(tokens)
         memories, tails = [], []
@@ -329,16 +330,13 @@ class LanguageModel(nn.Module):
             got = f"{len(pending.memories)} memories and {len(pending.windows)} windows"
             raise ValueError(f"pending has {got}; the model has {blocks} blocks")
         state = state.at(pending.entries)
-        with torch.no_grad():
-            self._check_state(state, pending.windows[0].shape[0], pending.windows[0].device, computes=False)
-        for block, memory, rows in zip(self._blocks(), state.memories, pending.memories, strict=True):
+        first = pending.windows[0]
+        self._check_state(state, first.shape[0], first.device, advances=True, computes=False)
+        of_blocks = (self._blocks(), state.memories, pending.memories, state.tails, pending.windows)
+        for block, memory, rows, tail, window in zip(*of_blocks, strict=True):
             block.sdm.check_commit(memory, rows, accepted)
-        for window, tail, rows in zip(pending.windows, state.tails, pending.memories, strict=True):
-            batch, length = rows.slots.shape[0] // self.config.num_heads, rows.slots.shape[1]
-            check_shape(
-                *("a window of pending", window, (batch, self.config.conv_width - 1 + length, self.config.dim)),
-                "[B, conv_width - 1 + T, dim]",
-            )
+            shape = (accepted.shape[0], tail.shape[1] + rows.slots.shape[1], tail.shape[2])
+            check_shape("a window of pending", window, shape, "[B, conv_width - 1 + T, dim]")
             check_devices(tail=tail, window=window)
         with torch.no_grad():
             self._commit_(state, pending, accepted)
@@ -358,11 +356,11 @@ class LanguageModel(nn.Module):
         return cast(Iterable[Block], self.blocks)
 
     def _check_state(
-        self, state: LMState, batch: int, device: torch.device, advances: bool = True, computes: bool = True
+        self, state: LMState, batch: int, device: torch.device, advances: bool, computes: bool = True
     ) -> None:
         """Before any block advances its part of the state.
 
-        advances: whether the call does, with grad mode off. computes: whether it computes with the tails.
+        advances: whether the call does, in place. computes: whether it computes with the tails.
         """
         check_type("state", state, LMState)
         if len(state.memories) != len(self.blocks) or len(state.tails) != len(self.blocks):
@@ -384,7 +382,7 @@ class LanguageModel(nn.Module):
                 raise ValueError(
                     f"a tail of the state is {tail.dtype}; expected {dtype}, like the model, or a narrower one"
                 )
-            if advances and not torch.is_grad_enabled():
+            if advances:
                 check_writable("a tail of the state", tail)
 
     def _empty_tail(self, batch: int) -> Tensor:

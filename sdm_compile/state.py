@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .ops.checks import made_in_inference_mode
 from .ops.situation import runs_now
 
 
@@ -69,15 +70,7 @@ def check_writable(name: str, x: Tensor) -> None:
     ):
         raise ValueError(f"{name} has no memory of its own for each element, such as after expand(): pass its clone()")
     if x.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            f"{name} was made under torch.inference_mode() and cannot be updated outside it: clone it first, or make "
-            "it outside inference mode"
-        )
-
-
-def autocast_is_on(device: torch.device) -> bool:
-    """Whether calls there are under autocast, which the meta device has none of."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+        raise made_in_inference_mode(name)
 
 
 pytree.register_dataclass(SDMState, serialized_type_name="sdm_compile.SDMState")

@@ -1,6 +1,6 @@
 """Argument checks shared by the stages. Every message names the argument, what was got, and what would work.
 
-They read shapes, dtypes and devices alone: kernels and fake kernels call the same ones, and symbolic sizes pass.
+They read types, shapes, dtypes and devices alone: kernels and fake kernels call the same ones, and symbolic sizes pass.
 """
 
 from __future__ import annotations
@@ -91,8 +91,17 @@ def check_contiguous_bank(memory: Tensor, name: str = "memory") -> None:
 
 def check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        article = "an" if expected.__name__[0] in "AEIOULS" else "a"  # L and S are of LMState and SDMState
+        spelled = expected.__name__[1].isupper()  # such as SDMState
+        article = "an" if expected.__name__[0] in ("AEFHILMNORSX" if spelled else "AEIOU") else "a"
         raise TypeError(f"{name} is a {type(value).__name__}; expected {article} {expected.__name__}")
+
+
+def made_in_inference_mode(name: str) -> RuntimeError:
+    """The error of a tensor that could be updated in inference mode alone, which is over."""
+    return RuntimeError(
+        f"{name} made under torch.inference_mode() cannot be updated outside it: clone it first, or make it outside "
+        "inference mode"
+    )
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:

@@ -28,6 +28,7 @@ from .checks import (
     check_shape,
     check_staged_ids,
     check_token_inputs,
+    made_in_inference_mode,
 )
 from .decode import decode_tokens, token_dispatch
 from .dispatch import record
@@ -222,10 +223,7 @@ class SDMPending:
         if now is None or self.mark is None:  # in this order, so that a tracer reads no number that it would guard
             return
         if now.version is None and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "memory was made under torch.inference_mode() and cannot be updated outside it: clone it first, or "
-                "make it outside inference mode"
-            )
+            raise made_in_inference_mode("memory")
         if self.mark.storage() is None:
             raise ValueError("memory is not the bank of the draft, which has been freed: draft again")
         if now[:2] == self.mark[:2] and not now.of_same_bank(self.mark):

@@ -24,6 +24,7 @@ import torch.overrides
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
+from .checks import made_in_inference_mode
 from .known_calls import KnownCalls, can_be_known, unobserved
 
 NAMESPACE = "sdm"
@@ -99,10 +100,7 @@ def _backend_kernel(op: RegisteredOp, kernel: Callable[..., Any], device_type: s
         if mutated and not torch.is_inference_mode_enabled():
             for i in mutated:
                 if args[i] is not None and args[i].is_inference():
-                    raise RuntimeError(
-                        f"sdm::{op.name}: a tensor made under torch.inference_mode() cannot be updated outside it; "
-                        "clone it first, or make it outside inference mode"
-                    )
+                    raise made_in_inference_mode(f"sdm::{op.name}: a tensor")
         if device_type == "cuda" and args[anchor].get_device() != torch.cuda.current_device():
             with torch.cuda.device(args[anchor].device):
                 result = kernel(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -92,6 +93,11 @@ class RowQuantConfig:
         columns = min(1024, max(16, triton.next_power_of_2(width)))
         return RowQuantConfig(rows=2048 // columns, columns=columns, warps=4)
 
+    def options(self, mode: str) -> dict[str, Any]:
+        """Constants and options of a launch for rows in `mode`'s form."""
+        top = SCALED_MODES.get(mode)
+        return dict(MODE=mode, TOP=top, R=self.rows, B=self.columns, num_warps=self.warps, enable_fp_fusion=False)
+
 
 def launch_quantize(
     rows: Tensor, payload: Tensor, scales: Tensor, mode: str, config: RowQuantConfig | None = None
@@ -109,14 +115,7 @@ def launch_quantize(
         _quantize_kernel,
         (triton.cdiv(n, config.rows),),
         (rows, addressable(payload), scales, n, width, payload.shape[1]),
-        dict(
-            MODE=mode,
-            TOP=SCALED_MODES.get(mode),
-            R=config.rows,
-            B=config.columns,
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-        ),
+        config.options(mode),
     ).launch()
 
 
@@ -137,12 +136,5 @@ def launch_dequantize(
         _dequantize_kernel,
         (triton.cdiv(n, config.rows), triton.cdiv(width, config.columns)),
         (addressable(payload), scales, rows, n, width, payload.shape[1]),
-        dict(
-            MODE=mode,
-            TOP=SCALED_MODES.get(mode),
-            R=config.rows,
-            B=config.columns,
-            num_warps=config.warps,
-            enable_fp_fusion=False,
-        ),
+        config.options(mode),
     ).launch()

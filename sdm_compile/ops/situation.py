@@ -45,3 +45,8 @@ def runs_now(tensor: Tensor) -> bool:
     if any(torch._C._get_dispatch_mode(key) is not None for key in tracing):
         return False
     return current_situation(tensor.device) is Situation.EAGER
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    """Whether calls there are under autocast, which the meta device has none of."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
